@@ -29,7 +29,7 @@ from algos.base import Metrics, Setup, dataset_of, goal_dim_of, require_one_poli
 from algos.cloning.batches import CloningBatch, Shuffle, WeightedStream, WindowSampler
 from algos.cloning.distillation import Teacher
 from algos.cloning.quality import quality
-from algos.cloning.validation import Validation, masked_mean, matching_of
+from algos.cloning.validation import Validation, held_out, masked_mean, matching_of
 from algos.optim import (
     DecayRule,
     DelayedDecay,
@@ -46,7 +46,7 @@ from algos.training.serialization import capture_generator, restore_generator
 from envs.datasets.episodes import EpisodeDataset
 from policies.bounds import Checked, bounded
 from policies.build import build_policy
-from policies.errors import CapabilityError, CheckpointError
+from policies.errors import CapabilityError, CheckpointError, DatasetError
 from policies.networks.recorded import Recorded
 from policies.paths import path_field
 from policies.policy import Policy
@@ -176,12 +176,17 @@ class Bc:
     def _use(self, dataset: EpisodeDataset) -> None:
         """Split a dataset into windows of training (`_source`) and validation."""
         config = self.config
-        train, held_out = _hold_out(dataset.to(self._device), config, self._seed)
+        train, rest = held_out(dataset.to(self._device), config.validation_fraction, self._seed)
         self._source, self._validation = self._windows(train), None
-        if held_out is not None:
-            count, samples = config.validation_windows, config.validation_samples
-            windows = self._windows(held_out)
-            self._validation = Validation(windows, num_windows=count, num_samples=samples, seed=self._seed)
+        if rest is None:
+            return
+        try:
+            windows = self._windows(rest)
+        except DatasetError as error:  # these few episodes may be too short
+            _log.warning("no validation with the held-out episodes: %s", error)
+            return
+        count, samples = config.validation_windows, config.validation_samples
+        self._validation = Validation(windows, num_windows=count, num_samples=samples, seed=self._seed)
 
     @property
     def progress(self) -> int:
@@ -343,17 +348,3 @@ def _teacher_of(config: BcConfig, setup: Setup, student: Policy) -> Teacher | No
         return Teacher(setup.teacher, student)
     config.require("teacher", config.teacher is None, "loaded into setup.teacher, or null")
     return None
-
-
-def _hold_out(
-    dataset: EpisodeDataset, config: BcConfig, seed: int
-) -> tuple[EpisodeDataset, EpisodeDataset | None]:
-    """Split off whole episodes for validation; none if the fraction is below one episode."""
-    count = int(config.validation_fraction * dataset.num_episodes)
-    if count == 0:
-        _log.info(
-            "no validation: algo.validation_fraction=%g of %d episodes is less than one.",
-            config.validation_fraction, dataset.num_episodes,
-        )  # fmt: skip
-        return dataset, None
-    return dataset.split(count / dataset.num_episodes, seed=seed)

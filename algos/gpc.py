@@ -101,8 +101,13 @@ def search_weights(
         settings: Grid, rounds and seeds.
         play: (policy, first seed, episodes) -> evaluation.
         on_trial: Called after every trial.
+
+    Raises:
+        ConfigError: If a candidate does not fit the operator.
     """
     candidates = settings.weights(len(policy.fields), policy.composition.operator)
+    for weights in candidates:
+        policy.with_weights(*weights)  # refused before anything is played
     trials: list[Trial] = []
     first_seed = settings.first_seed
     for number, episodes in enumerate(settings.episodes):

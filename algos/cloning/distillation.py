@@ -64,9 +64,14 @@ def _require_match(teacher: Policy, student: Policy) -> None:
         )
     own: Any = teacher.config.process
     has_path = isinstance(own, GaussianPath) and own.is_integrable
-    if not has_path or not isinstance(teacher, DenoisingPolicy):
+    if not has_path:
         raise ConfigError(
             f"algo.teacher must have process=diffusion, flow or edm; got process={name_of('process', own)}."
+        )
+    if not isinstance(teacher, DenoisingPolicy):
+        raise ConfigError(
+            f"algo.teacher must be a denoiser alone; got a {type(teacher).__name__} around one, whose "
+            "decisions are not all its own. Take the policy that it was made from."
         )
     if student.config.goal_dropout:
         raise ConfigError(

@@ -105,7 +105,8 @@ def _cloned_rows(episode: FleetEpisode) -> Iterator[slice]:
 
 
 def _piece(episode: FleetEpisode, rows: slice, weight: float) -> Episode:
-    count = rows.stop - rows.start
+    decision = episode.decision[rows].copy()
+    decision[0] = True  # an expert may take over within a chunk
     return Episode(
         observations=episode.observations[rows.start : rows.stop + 1],
         actions=episode.actions[rows],
@@ -113,8 +114,8 @@ def _piece(episode: FleetEpisode, rows: slice, weight: float) -> Episode:
         terminated=episode.terminated and rows.stop == len(episode),
         truncated=not (episode.terminated and rows.stop == len(episode)),
         extras={
-            DECISION: episode.decision[rows],
-            SAMPLING_WEIGHT: np.full(count, weight, np.float32),
+            DECISION: decision,
+            SAMPLING_WEIGHT: np.full(len(decision), weight, np.float32),
         },
     )
 
@@ -168,7 +169,7 @@ class FleetLearner(Bc):
         if self._fleet is None:
             return super()._draw()
         windows, stream = self._fleet
-        self._count = round(self.share * size)
+        self._count = min(max(round(self.share * size), 1), size - 1)
         ours = windows.gather(stream.take(self._count))
         theirs = self._source.gather(self._stream.take(size - self._count))
         obs = {name: torch.cat([value, theirs.obs[name]]) for name, value in ours.obs.items()}

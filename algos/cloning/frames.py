@@ -53,7 +53,8 @@ class FrameCoding:
         device: torch.device,
     ) -> None:
         self._data, self.total, self.progress = dataset, steps, 0
-        self._size, self._lr, self._log_every = min(batch_size, FRAMES), lr, log_every
+        self._size = min(max(batch_size, 2), FRAMES)  # one frame alone has no deviation
+        self._lr, self._log_every = lr, log_every
         height, width = dataset.image_shapes[cameras[0]][:2]
         with seeded_weights(derive_seed(seed, "coder")):
             self.coder = FrameCoder(cameras, (height, width), latent_dim).to(device)

@@ -25,6 +25,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from algos.base import Setup, dataset_of, require_one_policy
@@ -253,7 +254,8 @@ class Planning(Bc):
         policy = self.policy
         loss = (self._weight * policy.matching_loss(cond, rows, te, reduce="none")).mean(dim=-1)
         if policy.inverse is not None:
-            loss = loss + policy.inverse_loss(rows)
+            has_next = F.pad(batch.mask[:, 1:], (0, 1))  # padding repeats the last state
+            loss = loss + policy.inverse_loss(rows) * has_next
         if policy.value is not None:
             time = cast(Any, policy.base).process.net_time(te.t)
             value = policy.value(policy.corrupted(rows, te), time)

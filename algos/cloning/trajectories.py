@@ -118,6 +118,10 @@ def _of_rows(policy: Any, name: str) -> Any:
             f"algo={name} has no history: policy.obs_steps=1 and policy.action_start=0; got "
             f"{policy.obs_steps} and {policy.action_start}."
         )
+    if policy.horizon < 2:
+        raise ConfigError(
+            f"algo={name} needs a row and its successor: policy.horizon of 2 or more; got {policy.horizon}."
+        )
     unbounded = replace(policy.sampler, clip_x0=None, clip_action=None)
     modes = {"state": "identity", "action": "gaussian"}
     return replace(policy, sampler=unbounded, normalizer=modes, observation_clip=None, act_steps=1)
@@ -154,7 +158,7 @@ class PolicyGuide(Hook):
     weight: float  # c; 0: no guide
 
     def before_prediction(self, step: Step, x: Tensor) -> Tensor:
-        if step.k == step.num_steps - 1:
+        if step.k == step.num_steps - 1 or not step.alpha:  # pure noise tells no state
             return x
         done = step.k / step.num_steps
         sine = math.sin(math.pi * (step.k + 1) / step.num_steps)

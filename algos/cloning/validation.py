@@ -8,16 +8,40 @@ Legend: B windows, n samples per window, Th predicted horizon.
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 
 from algos.base import Metrics
 from algos.cloning.batches import WindowSampler
 from algos.training.ranks import current
+from envs.datasets.episodes import EpisodeDataset
 from policies.errors import CapabilityError
 from policies.policy import Policy
 from policies.protocols import MatchingLoss
 from policies.seeds import seeded_generator
+from policies.wrappers.base import WrappedPolicy
+
+_log = logging.getLogger(__name__)
+
+
+def held_out(
+    dataset: EpisodeDataset, fraction: float, seed: int
+) -> tuple[EpisodeDataset, EpisodeDataset | None]:
+    """Return the episodes that a run with this seed learns from, and those it is measured on, if any.
+
+    The number of the latter is rounded down.
+    """
+    count = int(fraction * dataset.num_episodes + 1e-9)  # 0.29 * 100 is 28.999…
+    if count:
+        return dataset.split(count / dataset.num_episodes, seed=seed)
+    if fraction:
+        _log.info(
+            "no validation: algo.validation_fraction=%g of %d episodes is less than one.",
+            fraction, dataset.num_episodes,
+        )  # fmt: skip
+    return dataset, None
 
 
 class Validation:
@@ -67,9 +91,12 @@ def matching_of(policy: Policy) -> MatchingLoss:
         CapabilityError: If it does not.
     """
     if not isinstance(policy, MatchingLoss):
+        wraps = isinstance(policy, WrappedPolicy)
+        advice = (
+            "the policy that it was made from" if wraps else "process=diffusion, flow, gaussian or mixture"
+        )
         raise CapabilityError(
-            f"cloning needs a policy with a matching loss; {type(policy).__name__} has none. "
-            f"Use process=diffusion, flow, gaussian or mixture."
+            f"cloning needs a policy with a matching loss; {type(policy).__name__} has none. Use {advice}."
         )
     return policy
 

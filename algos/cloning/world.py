@@ -32,6 +32,7 @@ from torch import Tensor
 from algos.base import Metrics, Setup, dataset_of
 from algos.bc import THREADS, Bc, BcConfig
 from algos.cloning.frames import FrameCoding, with_latents
+from algos.cloning.validation import held_out
 from algos.training.resume_checks import require_unchanged
 from envs.datasets.curation import SAMPLING_WEIGHT
 from envs.datasets.episodes import EpisodeDataset
@@ -106,6 +107,9 @@ class LearnedWorld:
             _warn_of_one_outcome(dataset)
         self._seed, self._device = setup.seed, setup.device
         self._train, self._held_out = held_out(dataset, config.validation_fraction, setup.seed)
+        if self._held_out is not None and int(self._held_out.lengths.max()) < 2:
+            _log.warning("%s: the held-out episodes have one step each, so no errors follow.", dataset.source)
+            self._held_out = None
         self._invariants = {"seed": setup.seed, "total": config.steps, "dataset": self._train.digest()}
         self._num_threads, self._config, self._setup = setup.threads(THREADS), config, setup
         self._coding, self.members = self._coding_of(setup), list[Bc]()
@@ -232,8 +236,12 @@ class LearnedWorld:
 def _warn_of_one_outcome(dataset: EpisodeDataset) -> None:
     """Log that a world cannot tell success from failure, if the data hold only one of them."""
     known = dataset.success
-    if known is None or not known.any():
-        found = "no recorded episode is a success"
+    last = dataset.episode_start[1:] - 1
+    has_end = dataset.terminated[last] | (
+        dataset.next_observations is not None
+    )  # others lack their last step
+    if known is None or not (known & has_end).any():
+        found = "no step with a known successor is recorded as a success"
     elif known.all():
         found = "every recorded episode is a success"
     else:
@@ -290,14 +298,6 @@ def flags_of(dataset: EpisodeDataset, frames: Tensor, terminated: Tensor) -> Ten
         won = dataset.success.bool()[episode_of(dataset, frames)]
         success = won & dataset.is_last[frames]
     return torch.stack([terminated, success], dim=1)
-
-
-def held_out(
-    dataset: EpisodeDataset, fraction: float, seed: int
-) -> tuple[EpisodeDataset, EpisodeDataset | None]:
-    """Return the episodes that a run with this seed learns from, and those it is measured on, if any."""
-    count = int(fraction * dataset.num_episodes)
-    return dataset.split(count / dataset.num_episodes, seed=seed) if count else (dataset, None)
 
 
 def episode_of(dataset: EpisodeDataset, frames: Tensor) -> Tensor:

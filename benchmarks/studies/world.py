@@ -25,7 +25,8 @@ from scipy.stats import rankdata
 from torch import Tensor
 
 from algos.cloning.frames import with_latents
-from algos.cloning.world import errors_by_horizon, frame_errors, held_out, starts_of
+from algos.cloning.validation import held_out
+from algos.cloning.world import errors_by_horizon, frame_errors, starts_of
 from algos.training.run_directory import RunDirectory
 from benchmarks import pages
 from benchmarks.options import study_parser

@@ -8,10 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 from pairwise import repeated
+from small_algorithms import dataset, setup, small
 from small_cloning import PROCESSES, finish, tiny, weights
 from two_modes import LEVEL, two_mode_dataset, two_mode_setup
 
 from algos.bc import BcConfig
+from algos.cloning.planners import DecisionDiffuserConfig
+from envs.datasets.episodes import EpisodeDataset, split_episodes
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.processes.gaussian import GaussianProcess
 from policies.threads import torch_threads
@@ -79,6 +82,23 @@ def test_few_episodes_are_all_used_for_training() -> None:
     assert algorithm._source.num == 19 * 6
     assert not any(name.startswith("validation/") for row in finish(algorithm) for name in row)
     assert tiny(validation_fraction=0.05).build(two_mode_setup(num_episodes=20))._source.num == 19 * 6
+    of_hundred = tiny(validation_fraction=0.29).build(two_mode_setup(num_episodes=100, length=2))
+    assert of_hundred._source.num == 71 * 2, "100 * 0.29 is 28.999… as a float"
+
+
+def test_held_out_episodes_without_a_window_leave_validation_out(caplog: pytest.LogCaptureFixture) -> None:
+    given = two_mode_setup(num_episodes=10)
+    short = int(split_episodes(10, 0.1, given.seed)[1])
+    lengths = torch.full((10,), 3)
+    lengths[short] = 1
+    frames = int(lengths.sum())
+    data = EpisodeDataset.from_arrays(
+        torch.rand(frames, 2), torch.rand(frames, 1), torch.zeros(frames), torch.zeros(frames), None,
+        torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+    )  # fmt: skip
+    algorithm = tiny(pad_end=False, validation_fraction=0.1).build(replace(given, dataset=data))
+    assert algorithm._source.num == 9 * 2 and "no validation" in caplog.text
+    assert not any(name.startswith("validation/") for row in finish(algorithm) for name in row)
 
 
 # -- a step -------------------------------------------------------------------------------------------
@@ -113,6 +133,19 @@ def test_rows_of_padding_are_not_averaged_over() -> None:
     for compat, loss in expected.items():
         algorithm.config.dp_compat_mean = compat
         torch.testing.assert_close(algorithm._loss(batch, te), loss)
+
+
+def test_inverse_dynamics_learn_no_pair_of_states_behind_an_end() -> None:
+    config = replace(small(DecisionDiffuserConfig), pad_end=True)
+    algorithm = config.build(setup("diffusion", init=None, dataset=dataset(3, 4)))
+    te = algorithm.policy.sample_te(1, generator=torch.Generator().manual_seed(0))
+    norms = []
+    for frame in (3, 2):
+        batch = algorithm._source.gather(torch.tensor([frame]))
+        assert batch.mask.sum() == 4 - frame
+        loss, weights = algorithm._loss(batch, te), list(algorithm.policy.inverse.parameters())
+        norms.append(float(torch.nn.utils.get_total_norm(torch.autograd.grad(loss, weights))))
+    assert norms[0] == 0 < norms[1]
 
 
 def test_clipping_bounds_the_gradient() -> None:

@@ -11,15 +11,17 @@ import torch
 from messages import mentions
 from point_steering import composed
 from point_steering import dataset as demonstrations
-from small_algorithms import dataset, setup, small
+from small_algorithms import dataset, init, setup, small
 from small_cloning import finish, tiny
 from two_modes import two_mode_dataset, two_mode_setup
 
 from algos.base import Setup
 from algos.cloning.planners import DecisionDiffuserConfig, DiffuserConfig
+from algos.cloning.recap import with_goal
 from envs.spec import EnvSpec
 from policies.errors import CapabilityError, ConfigError, DatasetError
 from policies.policy_config import ChunkSpec
+from policies.wrappers.advantage import Advantage
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,12 @@ def test_policy_without_a_matching_loss_is_refused() -> None:
 
     with pytest.raises(CapabilityError, match=mentions("process=diffusion")):
         tiny().build(replace(two_mode_setup(), init=Silent()))  # type: ignore[arg-type]
+
+
+def test_a_wrapped_policy_is_not_cloned_on() -> None:
+    wrapped = Advantage().wrap(with_goal(init("flow"), 1, 0.1))
+    with pytest.raises(CapabilityError, match=mentions("AdvantagePolicy made from")):
+        tiny().build(setup("flow", init=wrapped))
 
 
 def test_a_composition_is_not_cloned_on() -> None:

@@ -19,6 +19,7 @@ import burnish
 from algos.base import Setup
 from algos.bc import BcConfig
 from algos.cloning.distillation import Teacher
+from algos.cloning.recap import with_goal
 from policies.errors import CheckpointError, ConfigError
 from policies.policy import Policy
 from policies.processes import Consistency, Edm, RectifiedFlow, Regression, VPDiffusion
@@ -26,6 +27,7 @@ from policies.processes.gaussian import GaussianProcess
 from policies.protocols import TE, Cond
 from policies.samplers.consistency import Renoise
 from policies.samplers.ode import Heun
+from policies.wrappers.advantage import Advantage
 
 MODE, SPREAD = (
     0.7,
@@ -148,6 +150,7 @@ def test_resuming_needs_the_same_teacher() -> None:
         (lambda: fresh(GaussianProcess()), "process=gaussian"),
         (lambda: fresh(Regression()), "process=regression"),
         (lambda: fresh(Consistency()), "process=consistency"),
+        (lambda: Advantage().wrap(with_goal(fresh(RectifiedFlow()), 1, 0.1)), "AdvantagePolicy made from"),
         (lambda: fresh(RectifiedFlow(), horizon=4), "policy.horizon 4 2"),
         (lambda: fresh(RectifiedFlow(), obs_steps=2), "policy.obs_steps 2 1"),
         (

@@ -137,3 +137,23 @@ def test_a_learner_reports_its_fleet(tmp_path: Path) -> None:
 def test_a_policy_of_goals_is_refused() -> None:
     with pytest.raises(CapabilityError, match="goals"):
         FleetCloning().build(small_policy(goal_dim=3), dataset())
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_a_batch_of_two_has_a_row_of_the_fleet_and_one_of_the_dataset(share: float) -> None:
+    learner = FleetCloning(batch_size=2).build(policy_for(make_env("avoid")), dataset())
+    learner.use([fleet_episode()])
+    learner.share = share
+    metrics = learner.train(1)
+    assert (
+        learner._count == 1
+        and np.isfinite([metrics["fleet/loss_online"], metrics["fleet/loss_static"]]).all()
+    )
+
+
+def test_an_expert_that_takes_over_within_a_chunk_is_cloned() -> None:
+    taken = fleet_episode(watched=True, corrected=np.array([0, 1, 0, 0], bool))
+    assert not taken.decision[1]
+    learner = FleetCloning(batch_size=8).build(policy_for(make_env("avoid")), dataset())
+    learner.use([taken])
+    assert "fleet/share" in learner.train(1)

@@ -197,6 +197,13 @@ def test_the_search_halves_on_common_and_then_fresh_episodes() -> None:
     assert runner_up.episodes == 200 and runner_up.difference.value > 0
 
 
+def test_candidates_that_do_not_fit_are_refused_before_anything_is_played() -> None:
+    arena, settings = Arena(), SearchSettings(candidates=[[0.5, 0.5], [0.5, 0.6]])
+    with pytest.raises(ConfigError, match=mentions("operator=convex 0.6")):
+        search_weights(members((0.1, 0.0), (0.2, 0.0)), settings, arena)
+    assert not arena.played
+
+
 def test_of_equal_weights_the_balanced_one_wins() -> None:
     def play(policy: Policy, first_seed: int, episodes: int) -> Evaluation:
         return replace(Arena()(policy, first_seed, 0), rows=(EpisodeRow(0, 0, 1.0, 1, True, True, False),))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from messages import mentions
-from small_algorithms import SMALL, dataset, init, setup
+from small_algorithms import SMALL, dataset, init, policy_config, setup
 from torch import Tensor
 
 import burnish
@@ -32,7 +32,7 @@ from policies.build import build_policy
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy, PolicyConfig
 from policies.processes import Edm
-from policies.protocols import Cond, Hook
+from policies.protocols import Cond, Hook, Step
 from policies.samplers.ode import Ancestral, Euler, Heun
 from policies.storage.policy_folder import save_policy
 
@@ -92,6 +92,17 @@ def test_a_guide_of_weight_zero_is_none_and_others_push_as_far_in_any_number_of_
     assert torch.equal(drawn(rows, weight=4.0, steps=16)[..., kept], plain[..., kept]), "only actions move"
 
 
+def test_a_guide_without_bounds_of_observations_leaves_pure_noise_alone() -> None:
+    unbounded = dataclasses.replace(policy_config("regression"), observation_clip=None)
+    policy = build_policy(unbounded, obs_dim=2, action_dim=2, seed=3)
+    rows = model(Euler(clip_x0=None))
+    guide, x = PolicyGuide(rows, policy, POINT.spec, 1.0), torch.randn(4, 6, 6)
+    noise = Step(k=0, num_steps=4, t=0.0, t_next=0.25, cond=Cond(torch.zeros(4, 1)), alpha=0.0, sigma=1.0)
+    assert torch.equal(guide.before_prediction(noise, x), x)
+    later = guide.before_prediction(dataclasses.replace(noise, k=1, t=0.25, alpha=0.25, sigma=0.75), x)
+    assert later.isfinite().all() and not torch.equal(later, x)
+
+
 def test_rows_are_states_actions_rewards_and_ends_and_become_steps_again() -> None:
     spec = dataclasses.replace(POINT.spec, action_low=(-1.0, 0.0), action_high=(1.0, 4.0))
     data = dataset(episodes=1)
@@ -147,6 +158,11 @@ def test_what_cannot_be_learned_or_guided_is_refused() -> None:
         ({"init": init("flow")}, ConfigError, "init"),
         ({"init": None, "env": None}, ConfigError, "env"),
         ({"init": None, "policy": PolicyConfig(process=NORMAL, obs_steps=2)}, ConfigError, "obs_steps"),
+        (
+            {"init": None, "policy": PolicyConfig(process=NORMAL, horizon=1, act_steps=1)},
+            ConfigError,
+            "horizon",
+        ),
     ):
         with pytest.raises(error, match=mentions(words)):
             config.build(setup("flow", **changes))

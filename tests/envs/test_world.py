@@ -116,6 +116,13 @@ def test_a_run_follows_from_its_seed_and_goes_on_bit_by_bit() -> None:
     assert any(not torch.equal(value, states[2][name]) for name, value in states[0].items())
 
 
+def test_held_out_episodes_of_one_step_do_not_end_a_run(caplog: pytest.LogCaptureFixture) -> None:
+    run = begin(dataset=episodes((1,) * 6, (True,) * 6))
+    while run.progress < run.total:
+        metrics = run.advance()
+    assert not any(name.startswith("validation/") for name in metrics) and "one step" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("ended", "words"),
     [((True, True), "every success keep_failures=true"), ((False, False), "no success"), ((True, False), "")],
@@ -127,6 +134,12 @@ def test_data_with_one_kind_of_episode_are_told(
     begin(config=config, env=env("avoid"), dataset=episodes((8, 8), ended, width=4))
     told = [one.getMessage() for one in caplog.records if one.name == "algos.cloning.world"]
     assert len(told) == bool(words)
+    caplog.clear()
+    cut = dataclasses.replace(
+        episodes((8, 8), (False, False), width=4), episode_extras={"success": torch.tensor(ended)}
+    )
+    begin(config=config, env=env("avoid"), dataset=cut)
+    assert "no step" in caplog.text, "the last step of a recording that was cut is left out"
     assert not words or re.search(mentions(words), told[0])
 
 

@@ -101,6 +101,12 @@ def test_a_coder_learns_to_draw_what_it_reads() -> None:
     assert float(close.max().detach()) <= 0.5 / 255 + 1e-6
 
 
+def test_a_coder_learns_from_two_frames_at_once_at_least() -> None:
+    run = begin(dataclasses.replace(SMALL, batch_size=1))
+    run.advance()
+    assert run.progress == SMALL.log_every
+
+
 def test_a_state_is_the_task_s_state_beside_the_vector_of_its_frames() -> None:
     data, coder = seen_episodes(count=2), FrameCoder(["ahead"], SIZE, 3).eval()
     coded = with_latents(data, coder)

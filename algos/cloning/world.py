@@ -237,9 +237,8 @@ def _warn_of_one_outcome(dataset: EpisodeDataset) -> None:
     """Log that a world cannot tell success from failure, if the data hold only one of them."""
     known = dataset.success
     last = dataset.episode_start[1:] - 1
-    has_end = dataset.terminated[last] | (
-        dataset.next_observations is not None
-    )  # others lack their last step
+    has_successors = dataset.next_observations is not None  # without them a cut episode lacks its last step
+    has_end = dataset.terminated[last] | has_successors
     if known is None or not (known & has_end).any():
         found = "no step with a known successor is recorded as a success"
     elif known.all():

@@ -96,7 +96,7 @@ def signature(policy: Policy | BestOfN, around: Surroundings, *, graph: str = "w
     for camera, shape in policy.images.items():
         inputs[camera] = feature(chunk.obs_steps, *shape, units="0 to 255, red green blue", dtype="uint8")
     box = {"low": around.action_low, "high": around.action_high}
-    limits = {key: None if one is None else list(map(float, one)) for key, one in box.items()}
+    limits: dict[str, Any] = {k: None if one is None else [*map(float, one)] for k, one in box.items()}
     names = _entries(around.action_names)
     action = feature(chunk.act_steps, chunk.action_dim, names=names, **limits)
     plan = feature(chunk.horizon - chunk.action_start, chunk.action_dim)

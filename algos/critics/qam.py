@@ -201,7 +201,7 @@ class QamConfig(ChunkCriticConfig):
         if not (is_flow and has_even_steps(policy)):
             process = name_of("process", policy.config.process)
             raise CapabilityError(
-                f"algo={algo} matches velocities of a deterministic flow at even steps, and this "
+                f"algo={algo} matches velocities along straight paths at even steps, and this "
                 f"{type(policy).__name__} (process={process}, sampler="
                 f"{type(getattr(policy, 'sampler', None)).__name__}) has none. Use process=flow with "
                 f"sampler=euler, or "

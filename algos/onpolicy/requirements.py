@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from algos.base import require_one_policy
 from policies.composition.policy import ComposedPolicy
 from policies.errors import CapabilityError
@@ -17,8 +19,12 @@ from policies.wrappers.base import WrappedPolicy
 
 
 def has_straight_paths(policy: Any) -> bool:
-    """Whether the policy follows velocities of a straight path from noise to chunk, without noise."""
-    return has_field(policy) and policy.process.kind == "velocity" and policy.is_deterministic
+    """Whether the policy follows velocities of x = t x0 + (1 - t) eps from noise to chunk, without noise."""
+    if not (has_field(policy) and policy.process.kind == "velocity" and policy.is_deterministic):
+        return False
+    t = torch.linspace(0, 1, 5)
+    alpha, sigma = policy.process.alpha_sigma(t)
+    return torch.allclose(alpha, t) and torch.allclose(sigma, 1 - t)
 
 
 def algorithms_for(policy: Any) -> str:

@@ -205,7 +205,7 @@ class Heun(SmoothRules):
 class Midpoint(SmoothRules):
     """Second order by a half step (DPM-Solver-2, arXiv 2206.00927; EDM's `dpm_2`), two evaluations per step.
 
-    The midpoint is the geometric mean of the noise levels, or of the times on a linear path.
+    The midpoint is the geometric mean of the noise levels, or the mean of times on a path from noise alone.
     """
 
     def over(self, process: GaussianPath, times: Sequence[float]) -> StepTable:
@@ -247,15 +247,16 @@ class DPMpp2M(SmoothRules):
 class _Rows:
     """Accumulate the evaluations of a multi-stage method.
 
-    On a linear path slopes are dy/ds of y = x / (alpha + sigma) with s = sigma / (alpha + sigma); elsewhere
-    of y = x / alpha with s = sigma / alpha. With w = 1 or 0 both are
+    On a path from noise alone, such as a linear one, slopes are dy/ds of y = x / (alpha + sigma) with
+    s = sigma / (alpha + sigma); elsewhere of y = x / alpha with s = sigma / alpha. With w = 1 or 0 both are
 
         y = (1 - w s) x0 + s eps,    dy/ds = eps - w x0
     """
 
     def __init__(self, process: GaussianPath) -> None:
         self.process = process
-        self.w = 1.0 if isinstance(process, LinearPath) else 0.0
+        alpha, sigma = process.alpha_sigma(torch.zeros((), dtype=torch.float64))
+        self.w = 1.0 if float(alpha) < _ROUNDING * float(sigma) else 0.0
         self.times: list[float] = []
         self.to: list[tuple[float, float]] = []
         self.memory: list[tuple[float, float, float]] = []

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from curved_flow import CurvedFlow
 from messages import mentions
 from pairwise import everything
 from point_dppo import make_init
@@ -17,6 +18,7 @@ from torch.distributions import Normal
 from algos.onpolicy.advantages import Experience
 from algos.onpolicy.policyflow_ratio import EndNoise, EndNoiseConfig, PolicyflowRatio
 from algos.onpolicy.ratios import Rows, Score
+from algos.onpolicy.requirements import has_straight_paths
 from algos.policyflow import PolicyFlowConfig
 from algos.training.observations import encode
 from policies.denoising import DenoisingPolicy
@@ -197,6 +199,14 @@ def test_a_run_learns_to_reach_the_goal(seed: int) -> None:
 def test_what_has_no_velocity_along_its_path_is_refused(init: Any) -> None:
     with pytest.raises(CapabilityError, match=mentions("algo=policyflow process=flow")):
         make_run(POLICYFLOW, init())
+
+
+def test_a_velocity_along_a_curved_path_is_refused() -> None:
+    assert has_straight_paths(make_flow())
+    curved = make_flow(process=CurvedFlow())
+    assert not has_straight_paths(curved)
+    with pytest.raises(CapabilityError, match=mentions("algo=policyflow process=flow CurvedFlow")):
+        POLICYFLOW.check_policy(curved)
 
 
 @pytest.mark.parametrize(

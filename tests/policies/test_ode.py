@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from curved_flow import CurvedFlow
 from pairwise import each_value
 from torch import Tensor
 
@@ -65,6 +66,13 @@ def test_errors_fall_with_the_order_of_the_method(
     assert math.log2(few / many) / 2 > order - 0.45
     if order == 1:
         assert math.log2(few / many) / 2 < 1.2
+
+
+@pytest.mark.parametrize("method", [Heun, Midpoint, DPMpp2M])
+def test_a_curved_path_may_begin_at_noise_alone(method: type[PathRules]) -> None:
+    process = CurvedFlow()
+    few, many = (error(process, method(steps=n, **FREE)) for n in (256, 1024))
+    assert math.log2(few / many) / 2 > 1.55
 
 
 @every_process

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from algos.base import Draws
+from algos.critics.learner import ChunkCriticConfig
 from algos.offline.loop import acting
 from algos.transitions import Batch
 from policies import registry
@@ -38,6 +39,11 @@ def begin(algo: str) -> tuple[Any, Batch, Draws]:
 
 def copied(net: nn.Module) -> list[Tensor]:
     return [weight.detach().clone() for weight in net.parameters()]
+
+
+def test_every_critic_of_chunks_is_among_these() -> None:
+    parts = registry.parts("algo").items()
+    assert {*BEFORE, *AFTER} == {name for name, part in parts if issubclass(part, ChunkCriticConfig)}
 
 
 @pytest.mark.parametrize("algo", [*BEFORE, *AFTER])

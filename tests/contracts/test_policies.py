@@ -21,6 +21,7 @@ from policies.build import build_policy
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError, MissingExtraError
 from policies.policy import Policy, PolicyConfig
+from policies.processes import GaussianPath
 from policies.protocols import TE, Chain, ChainPolicy, Cond
 from policies.storage.policy_folder import load_policy, save_policy
 
@@ -353,6 +354,27 @@ def test_any_horizon_from_one_to_thirty_three(backbone: str) -> None:
         (grad,) = torch.autograd.grad(chunk.square().sum(), noise)
         assert bool((grad.abs().sum(-1) > 0).all())
         assert policy.matching_loss(cond, action, te, reduce="step").shape == (2, horizon)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "process",
+    [
+        name
+        for name, part in registry.parts("process").items()
+        if issubclass(part, GaussianPath) and part.is_integrable
+    ],
+)
+def test_a_path_runs_to_data_at_its_rates_and_its_target_tells_data_from_noise(process: str) -> None:
+    path = small(registry.lookup("process", process))
+    ends = path.alpha_sigma(torch.tensor([0.0, 1.0], dtype=torch.float64))
+    assert ends[0][0] < ends[1][0] and [float(end[1]) for end in ends] == pytest.approx([1.0, 0.0])
+    t, step = torch.linspace(0.03, 0.97, 16, dtype=torch.float64), 1e-6  # never on one of few levels
+    after, before = path.alpha_sigma(t + step), path.alpha_sigma(t - step)
+    for rate, high, low in zip(path.rates(t), after, before, strict=True):
+        torch.testing.assert_close(rate, (high - low) / (2 * step), rtol=1e-5, atol=1e-5)
+    x0, eps = torch.randn(2, 16, 4, 3, generator=seeded(), dtype=torch.float64)
+    told = path.resolve(path.corrupt(x0, eps, t), t, path.target(x0, eps, t), path.kind)
+    torch.testing.assert_close(torch.stack(told), torch.stack([x0, eps]), rtol=1e-8, atol=1e-8)
 
 
 @every_policy

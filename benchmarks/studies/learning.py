@@ -230,6 +230,9 @@ def main() -> None:
         "--init", help="a policy directory that every seed fine-tunes, instead of its own clone"
     )
     options = parser.parse_args()
+    known = list(STUDIES[options.study].tuned)
+    if not options.report and (unknown := set(options.algos) - set(known)):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; {options.study} has {', '.join(known)}")
     given = {name: getattr(options, name) for name in ("dataset", "init", "root", "workers")}
     for algo, seed in () if options.report else product(options.algos, options.seeds):
         print(f"written: {run_one(options.study, algo, seed, **given)}", flush=True)

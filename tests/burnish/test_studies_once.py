@@ -13,6 +13,7 @@ from messages import mentions
 import burnish
 from algos.offline.config import plain_actor
 from algos.rebrac import RebracConfig
+from benchmarks.studies import learning
 from benchmarks.studies.offline import correction_of
 from benchmarks.studies.offline_data import settings_of
 from benchmarks.studies.offline_page import rows_of, scores
@@ -32,6 +33,15 @@ TINY = (
     "algo=bc", "env=avoid", "backbone.width=8", "algo.steps=8", "algo.warmup_steps=0", "algo.batch_size=4",
     "algo.log_every=4", "algo.validation_fraction=0", "num_threads=1", "progress=false",
 )  # fmt: skip
+
+
+def test_a_study_names_the_runs_that_it_has(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["learning", "avoid", "--algos", "dppo,mine"])
+    with pytest.raises(SystemExit):
+        learning.main()
+    assert "unknown: mine; avoid has dppo, ppo" in capsys.readouterr().err
 
 
 def test_demonstrations_are_recorded_once(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import re
 import shlex
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -33,6 +33,7 @@ from policies.errors import ConfigError
 from policies.policy import PolicyConfig
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
+from policies.processes.shortcut import Shortcut
 from policies.protocols import Cond
 from policies.samplers.loop import denoise
 from policies.samplers.ode import Euler
@@ -437,3 +438,5 @@ def test_the_example_backbone_is_one_network_in_training_and_acting(
     save_policy(policy, tmp_path / "policy")
     noise = policy.sample_noise(2, generator=generator)
     assert load_policy(tmp_path / "policy").act(seen, noise=noise).equal(policy.act(seen, noise=noise))
+    jumps = replace(config, process=Shortcut(max_steps=8))  # its network is told the length of a step too
+    assert build_policy(jumps, obs_dim=5, action_dim=2, statistics=statistics()).act(seen).isfinite().all()

@@ -222,6 +222,7 @@ def test_runs_are_shown_without_a_policy(tab: Browser, run: RunDirectory) -> Non
         assert tab.run("return document.documentElement.scrollWidth") <= 400
         assert tab.run("return document.querySelector('#run-control').hidden"), "nothing is changed unasked"
         assert not tab.complaints()
+        tab.open("about:blank")  # it asks no more
 
 
 def test_another_run_is_shown_when_the_chosen_one_goes(tab: Browser, tmp_path: Path) -> None:
@@ -258,6 +259,7 @@ def test_a_run_is_continued_from_the_page(
         click(tab, "continue")
         tab.wait("return document.querySelector('#run-state').textContent.includes('cat')")
         assert not tab.complaints()
+        tab.open("about:blank")  # it asks no more
 
 
 def test_a_task_of_mujoco_is_seen_through_a_camera(tab: Browser) -> None:

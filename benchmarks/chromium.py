@@ -57,11 +57,11 @@ class Browser:
             time.sleep(0.05)
         return found
 
-    def mouse(self, kind: str, x: float, y: float) -> None:
-        """Press, move or release the left button at a place of the window [pixels]."""
+    def mouse(self, kind: str, x: float, y: float, button: str = "left") -> None:
+        """Press, move or release a button, left or right, at a place of the window [pixels]."""
         name = {"press": "mousePressed", "move": "mouseMoved", "release": "mouseReleased"}[kind]
-        button = {"button": "left", "buttons": 1, "clickCount": 1}
-        self._command("Input.dispatchMouseEvent", {"type": name, "x": x, "y": y, **button})
+        held = {"button": button, "buttons": {"left": 1, "right": 2}[button], "clickCount": 1}
+        self._command("Input.dispatchMouseEvent", {"type": name, "x": x, "y": y, **held})
 
     def complaints(self) -> list[str]:
         """Return what the console holds: errors of scripts, refused addresses."""

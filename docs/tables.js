@@ -6,7 +6,9 @@
     const number = parseFloat(text.replace(/[,\s](?=\d{3})/g, "").replace("−", "-"));
     return Number.isNaN(number) ? text.toLowerCase() : number;
   };
-  const before = (a, b) => (typeof a === typeof b ? (a < b ? -1 : a > b ? 1 : 0) : typeof a === "number" ? -1 : 1);
+  // What is no number comes after all numbers, in both directions.
+  const before = (a, b, turn) =>
+    typeof a === typeof b ? turn * (a < b ? -1 : a > b ? 1 : 0) : typeof a === "number" ? -1 : 1;
 
   const sortable = (table) => {
     const body = table.tBodies[0];
@@ -17,8 +19,8 @@
         const down = head.getAttribute("aria-sort") === "descending";
         table.querySelectorAll("[aria-sort]").forEach((one) => one.removeAttribute("aria-sort"));
         head.setAttribute("aria-sort", down ? "ascending" : "descending");
-        const rows = [...body.rows].sort((a, b) => before(value(a, column), value(b, column)));
-        body.append(...(down ? rows : rows.reverse()));
+        const turn = down ? 1 : -1;
+        body.append(...[...body.rows].sort((a, b) => before(value(a, column), value(b, column), turn)));
       };
       head.addEventListener("click", sort);
       head.addEventListener("keydown", (event) => event.key === "Enter" && sort());

@@ -112,6 +112,21 @@ def test_the_gallery_shows_the_tasks_that_were_drawn(monkeypatch: pytest.MonkeyP
     assert all((gallery.PICTURES / f"{name}.webp").stat().st_size < 200_000 for name in names)
 
 
+def test_rows_without_a_number_are_sorted_last(tmp_path: Path) -> None:
+    cells = ("7 %", "–", "51 %", "1,234", "−3")
+    rows = "".join(f"<tr><td>{cell}</td></tr>" for cell in cells)
+    table = f"<article><table><thead><tr><th>a</th></tr></thead><tbody>{rows}</tbody></table></article>"
+    page = tmp_path / "page.html"
+    script = (ROOT / "docs" / "tables.js").read_text()
+    page.write_text(f"<meta charset='utf-8'>{table}<script>{script}</script>")
+    shown = "return [...document.querySelectorAll('td')].map((cell) => cell.textContent)"
+    with browser() as tab:
+        tab.open(page)
+        for order in (["1,234", "51 %", "7 %", "−3", "–"], ["−3", "7 %", "51 %", "1,234", "–"]):
+            tab.run("document.querySelector('th').click()")
+            assert tab.run(shown) == order
+
+
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (400, True)])
 def test_pages_of_a_built_site_open_from_files_and_are_searched(width: int, dark: bool) -> None:
     site = ROOT / "site"

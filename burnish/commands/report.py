@@ -17,7 +17,7 @@ from burnish.commands.runs import MOST_KEYS, differing_keys, readable_runs, sett
 from burnish.config.overrides import RunContext
 from burnish.console import output
 from burnish.reports.beside_data import beside_data
-from burnish.reports.curves import MEAN_COLOURS, Chart, learning_charts, run_colours
+from burnish.reports.curves import MEAN_COLOURS, Chart, learning_charts, run_colours, short_value
 from burnish.reports.facts import Facts, facts_of, part_name
 from burnish.reports.html import render
 from burnish.reports.results import (
@@ -418,7 +418,7 @@ class Behaviour:
                 f"{self.number}-{place}",
                 {
                     **{"seed": one.row.seed, "outcome": one.outcome, "length": one.row.length},
-                    **{"return": f"{one.row.return_:.3g}", "hz": self.hz, "names": self.names},
+                    **{"return": short_value(one.row.return_), "hz": self.hz, "names": self.names},
                     **{"actions": one.actions, "step": one.step, "clips": clips},
                 },
             )

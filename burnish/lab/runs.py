@@ -15,7 +15,7 @@ from typing import Any
 
 from algos.training.metrics import read_jsonl
 from algos.training.run_directory import RunDirectory
-from burnish.reports.curves import learning_charts
+from burnish.reports.curves import learning_charts, short_value
 from burnish.reports.facts import machine_of, part_name
 from burnish.reports.html import render
 from burnish.reports.results import intervals_over
@@ -110,10 +110,19 @@ def _drawn(name: str, run: RunDirectory) -> str:
     charts = learning_charts({name: rows}, "steps", intervals={name: intervals_over([training])})
     newest = max(evaluations, default=None)
     env = known_task(Located(run.policy_path(), run.path)) if run.latest() is not None else None
-    episodes = []
+    episodes, result = [], ""
     if newest is not None and env is not None:
         episodes = [(outcome(env, row), row) for row in evaluations[newest].rows]
+        result = _result(evaluations[newest])
     last = rows[-1] if rows else {}
-    facts = {"step": last.get("step"), "seconds": last.get("time/elapsed_s"), "newest": newest}
-    facts |= {"machine": machine_of(run), "load": os.getloadavg()[0]}
+    facts = {"step": last.get("step"), "seconds": last.get("time/elapsed_s"), "result": result}
+    facts |= {"newest": newest and newest[0], "machine": machine_of(run), "load": os.getloadavg()[0]}
     return render("run.html", name=name, charts=charts, episodes=episodes, **facts)
+
+
+def _result(evaluation: Evaluation) -> str:
+    """Return the main quantity of an evaluation in words."""
+    values = evaluation.values(evaluation.quantity)
+    if evaluation.quantity == "success":
+        return f"{int(values.sum())} of {len(values)} succeeded"
+    return f"mean return {short_value(values.mean())} of {len(values)}"

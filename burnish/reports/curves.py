@@ -263,7 +263,11 @@ class _Axes:
         )
 
     def value(self, value: float) -> str:
-        return f"{100 * value:.0f} %" if self.is_share else short_value(value)
+        if self.is_share:
+            return f"{100 * value:.0f} %"
+        largest, step = max(abs(self.low), abs(self.high)), (self.high - self.low) / 5
+        digits = 1 + math.floor(math.log10(largest)) - math.floor(math.log10(step))  # that tell ticks apart
+        return short_value(value) if digits <= 3 else f"{value:,.{digits}g}"
 
     def x_ticks(self) -> tuple[Tick, ...]:
         return tuple(

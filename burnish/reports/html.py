@@ -8,6 +8,8 @@ from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
+from burnish.reports.curves import short_value
+
 
 @cache
 def _templates() -> Environment:
@@ -18,7 +20,7 @@ def _templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters["data_uri"] = data_uri
+    made.filters |= {"data_uri": data_uri, "short_value": short_value}
     return made
 
 

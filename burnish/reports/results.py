@@ -79,9 +79,11 @@ class Headline:
             return ""
         is_share, one = self.comparison.quantity == "success", self.comparison.difference
         scale, unit = (100.0, " points") if is_share else (1.0, "")
-        ends = (f"{scale * end:+.3g}" for end in (one.value, one.low, one.high))
-        value, low, high = (text.replace("-", "−") for text in ends)
-        return f"{value}{unit} ({low} to {high})"
+        known = stated(one, self.comparison.episodes)
+        ends = [
+            f"{scale * known[end]:+.3g}".replace("-", "−") for end in ("value", "low", "high") if end in known
+        ]
+        return f"{ends[0]}{unit}" + (f" ({ends[1]} to {ends[2]})" if len(ends) > 1 else "")
 
 
 class Stored(NamedTuple):

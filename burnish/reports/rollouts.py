@@ -14,6 +14,7 @@ import numpy as np
 from algos.training.run_directory import RunDirectory
 from burnish.config.saved import restore
 from burnish.console import Counting
+from burnish.reports.curves import short_value
 from burnish.reports.figures import to_png
 from burnish.reports.videos import Sheet, beside, film_sheet, replayed, require_pictures, webp, worst_first
 from burnish.runs.locate import Located, locate
@@ -111,7 +112,7 @@ def draw_moving(env: Any, played: Played) -> Picture:
     why = "the first that was lost before and is won now" if others and gained else "one of those played"
     caption = f"{env.spec.name}, episode of seed {last[chosen].seed}, {why}: " + "; ".join(
         f"{title + ', ' if len(shown) > 1 else ''}{outcome(env, row)} after {row.length} steps, "
-        f"return {row.return_:.3g}"
+        f"return {short_value(row.return_)}"
         for title, row in shown.items()
     )
     rate = env.spec.control_hz / every

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
@@ -117,6 +119,37 @@ def test_it_plays_and_shows_the_steps_of_denoising(tab: Browser, address: str) -
     assert not tab.complaints()
 
 
+def test_every_control_shows_its_value(tab: Browser, address: str) -> None:
+    opened(tab, address)
+    shown = (
+        "return document.querySelector('#{0}').value + ' ' + document.querySelector('#{0}-value').textContent"
+    )
+    assert tab.run(shown.format("plans")) == "16 16" and tab.run(shown.format("noise")) == "1 × 1"
+    click(tab, "film")
+    tab.wait("return document.querySelector('#frame').max > 5")
+    assert tab.run(shown.format("frame")) == "{0} {0} / {0}".format(
+        tab.run("return document.querySelector('#frame').max")
+    )
+    choose(tab, "steps", "4")
+    tab.wait("return document.querySelector('#frame').max == 4")
+    assert tab.run(shown.format("frame")) == "4 4 / 4"
+    click(tab, "film")
+
+
+def test_the_right_button_leaves_the_line(tab: Browser, address: str, plane: Plane) -> None:
+    opened(tab, address)
+    drag(tab, plane, between(LINE, 15))
+    tab.wait("return document.querySelector('#command').textContent.includes('positions')")
+    x, y = tab.run(
+        "const b = document.querySelector('#scene').getBoundingClientRect(); return [b.x + 9, b.y + 9]"
+    )
+    for kind in ("press", "release"):
+        tab.mouse(kind, x, y, "right")
+    choose(tab, "plans", "5")
+    tab.wait("return document.querySelector('#python').textContent.includes('sample_noise(5,')")
+    assert "positions" in text_of(tab, "command")
+
+
 def test_the_robot_is_dragged(tab: Browser, address: str, plane: Plane) -> None:
     opened(tab, address)
     drag(tab, plane, [(0.0, 0.0), (0.02, 0.05), (0.0, 0.1)])
@@ -136,6 +169,20 @@ def test_what_is_refused_is_said(tab: Browser, address: str) -> None:
     assert "steps" in text_of(tab, "problem")
     choose(tab, "steps", "5")
     tab.wait("return document.querySelector('#problem').hidden")
+
+
+def test_what_is_refused_stays_while_it_plays(tab: Browser, address: str) -> None:
+    opened(tab, address)
+    choose(tab, "noise", "0.5")
+    click(tab, "play")
+    tab.wait("return document.querySelector('#rate').textContent.includes('frames/s')")
+    click(tab, "compare")
+    tab.wait("return document.querySelector('#problem').textContent.includes('noise')")
+    seen = text_of(tab, "python")
+    tab.wait(f"return document.querySelector('#python').textContent !== {json.dumps(seen)}")
+    assert not tab.run("return document.querySelector('#problem').hidden")
+    choose(tab, "noise", "1")
+    tab.wait("return document.querySelector('#problem').hidden", 10)
 
 
 def test_a_run_that_trains_shows_new_points_without_a_reload(
@@ -175,6 +222,29 @@ def test_runs_are_shown_without_a_policy(tab: Browser, run: RunDirectory) -> Non
         assert tab.run("return document.documentElement.scrollWidth") <= 400
         assert tab.run("return document.querySelector('#run-control').hidden"), "nothing is changed unasked"
         assert not tab.complaints()
+        tab.open("about:blank")  # it asks no more
+
+
+def test_another_run_is_shown_when_the_chosen_one_goes(tab: Browser, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        made = RunDirectory.create_at(tmp_path / name, {"algo": {"name": "bc"}, "env": {"name": "avoid"}}, [])
+        with made.claim():
+            for step in (1, 2):
+                made.log({"policy/loss": 1 / step}, step)
+    clock = iter(range(0, 10**6, 10))  # so that every question searches for runs
+    with served(Lab(None, RunFolder(tmp_path, clock=lambda: float(next(clock))))) as address:
+        tab.open(address)
+        name = tab.wait("return document.querySelector('#run h3')?.textContent")
+        shutil.rmtree(tmp_path / name)
+        tab.wait(f"return !['', '{name}'].includes(document.querySelector('#run h3').textContent)", 15)
+        assert tab.run("return document.querySelector('#runs-lost').hidden")
+        shutil.rmtree(tmp_path / ("two" if name == "one" else "one"))
+        tab.wait(
+            "return !document.querySelector('#no-runs').hidden && !document.querySelector('#run h3')", 15
+        )
+        assert tab.run("return document.querySelector('#runs-lost').hidden")
+        tab.open("about:blank")  # it asks no more
+        tab.complaints()  # of a run that went between two questions
 
 
 def test_a_run_is_continued_from_the_page(
@@ -189,6 +259,7 @@ def test_a_run_is_continued_from_the_page(
         click(tab, "continue")
         tab.wait("return document.querySelector('#run-state').textContent.includes('cat')")
         assert not tab.complaints()
+        tab.open("about:blank")  # it asks no more
 
 
 def test_a_task_of_mujoco_is_seen_through_a_camera(tab: Browser) -> None:
@@ -201,6 +272,9 @@ def test_a_task_of_mujoco_is_seen_through_a_camera(tab: Browser) -> None:
         tab.wait(f"return document.querySelector('#picture').src.slice(0, 5000) !== '{first}'")
         click(tab, "film")
         tab.wait("return Number(document.querySelector('#frame').max) > 5")
+        choose(tab, "frame", "0")  # noise, far beyond the limits of actions
+        heading = "getContext('2d').getImageData(200, 65, 100, 14).data.every((one) => one === 0)"
+        tab.wait(f"return document.querySelector('#scene').{heading}", 10)
         assert tab.run("return document.querySelector('#sketching').hidden")
         assert tab.run("return document.documentElement.scrollWidth") <= 400
         assert not tab.complaints()

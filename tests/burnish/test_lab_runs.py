@@ -47,9 +47,9 @@ def made(path: Path, *rows: tuple[int, float]) -> RunDirectory:
     return run
 
 
-def evaluated(run: RunDirectory, step: int, ends: list[bool]) -> None:
-    rows = tuple(EpisodeRow(i, i, float(won), 9, won, True, False) for i, won in enumerate(ends))
-    env = {"name": "avoid", "options": {}, "success_rule": "arrives", "reference_scores": None}
+def evaluated(run: RunDirectory, step: int, ends: list[bool], rule: str = "arrives") -> None:
+    rows = tuple(EpisodeRow(i, i, 1234.5 + won, 9, won, True, False) for i, won in enumerate(ends))
+    env = {"name": "avoid", "options": {}, "success_rule": rule, "reference_scores": None}
     run.write_eval(f"step-{step}", json.loads(Evaluation(rows, {"env": env}).to_json()))
 
 
@@ -106,6 +106,16 @@ def test_the_newest_episodes_are_shown(tmp_path: Path) -> None:
     html = shown(folder, "run")["html"]
     assert "step 2: 2 of 3 succeeded" in html
     assert html.count('class="success"') == 2 and html.count('class="failure"') == 1
+
+
+def test_episodes_without_success_have_returns(tmp_path: Path) -> None:
+    run, policy = made(tmp_path / "run", (1, 0.5)), load_policy(OLD)
+    with run.claim():
+        run.save_checkpoint(2, policy, {}, provenance=dict(policy.provenance))
+    evaluated(run, 2, [False] * 4, rule="")
+    html = shown(RunFolder(tmp_path), "run")["html"]
+    assert "step 2: mean return 1,234 of 4." in html and "succeeded" not in html
+    assert html.count('return 1,234"') == 4
 
 
 @pytest.mark.parametrize(

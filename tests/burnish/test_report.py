@@ -118,6 +118,16 @@ def test_a_curve_has_the_interval_of_its_evaluations_and_the_level_before() -> N
 
 
 @pytest.mark.parametrize(
+    "values", [(1.0001, 1.0005), (1000.0, 1002.0), (0.0, 0.4), (-2e-6, 3e-6), (99.5, 1e5)]
+)
+def test_ticks_of_an_axis_differ(values: tuple[float, float]) -> None:
+    (chart,) = learning_charts({"a": rows(*values, name="policy/loss")}, "steps")
+    texts = [tick.text for tick in chart.y_ticks]
+    assert len(set(texts)) == len(texts) > 2
+    assert len({mark.text.split(": ")[1] for mark in chart.lines[0].marks}) == 2
+
+
+@pytest.mark.parametrize(
     ("logged", "titles"),
     [
         (["critic/loss", "actor/loss"], ["critic loss", "actor loss"]),
@@ -300,6 +310,8 @@ def test_a_page_is_used_without_a_complaint_and_fits_a_narrow_window(
         assert tab.run("return document.querySelector('#viewer').open")
         assert tab.run("return document.querySelectorAll('#viewer canvas').length") == 2
         assert "failure" in tab.run("return document.querySelector('#viewer-title').textContent")
+        size = "document.querySelector('#viewer-actions text').getBoundingClientRect().height"
+        assert tab.run(f"return {size}") > 10, "text keeps its size on a phone"
         move = "new PointerEvent('pointermove', {bubbles: true, clientX: 390, clientY: 300})"
         tab.run(f"document.querySelector('[data-chart] svg').dispatchEvent({move})")
         assert "2: 100 %" in tab.run("return document.querySelector('#tip').textContent")
@@ -340,6 +352,8 @@ def test_a_result_begins_with_the_best_known_policy_before(tmp_path: Path) -> No
     rate = success_rate(np.arange(100) < 50)
     assert stored.before.around == f"{100 * rate.low:.1f} to {100 * rate.high:.1f} %"
     assert stored.difference.startswith("+40 points (+") and stored.comparison.episodes == 100
+    single = headline(run, None, {"before": evaluation(0, 1), "after": evaluation(1, 1)})
+    assert single is not None and single.difference == "+100 points", "one episode has no interval"
     labels = {"": ("baseline", "policy"), "a run": ("before", "after")}
     for number, (init, expected) in enumerate(labels.items()):
         config = {"algo": {"name": "dppo"}, "env": {"name": "avoid"}, "seed": 0} | (

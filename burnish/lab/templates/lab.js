@@ -82,8 +82,8 @@
         const last = Number($("frame").value) >= Number($("frame").max);
         $("frame").max = film.length - 1;
         if (last) $("frame").value = film.length - 1;
+        showValues();
       }
-      $("problem").hidden = true;
     }
   }
 
@@ -91,6 +91,7 @@
     const since = asked.get(message.id);
     asked.delete(message.id);
     waiting = null;
+    if (!message.error) $("problem").hidden = true; // it stays until something else is asked
     if (message.plans && since !== undefined) delays.push(since);
     if (next) {
       const { message: newest, since: then } = next;
@@ -133,6 +134,7 @@
     showCompared({});
     ownSteps();
     strength();
+    showValues();
     $("bench").hidden = false;
   }
 
@@ -200,7 +202,7 @@
   function play(on) {
     playing = on;
     arrivals.length = 0;
-    send({ play: on });
+    send({ play: on }, performance.now());
     showValues();
   }
 
@@ -210,12 +212,12 @@
   $("strategy").addEventListener("change", (event) => { strength(); changed(event); });
   $("clear").addEventListener("click", (event) => { sketch = []; round += 1; showCompared({}); changed(event); });
   $("play").addEventListener("click", () => play(!playing));
-  $("step").addEventListener("click", () => { if (playing) play(false); send({ step: true }); });
-  $("restart").addEventListener("click", () => send({ seed: Number($("seed").value) }));
+  $("step").addEventListener("click", () => { if (playing) play(false); send({ step: true }, performance.now()); });
+  $("restart").addEventListener("click", () => send({ seed: Number($("seed").value) }, performance.now()));
   $("compare").addEventListener("click", () => {
     compares(true);
     round += 1;
-    send({ controls: controls(), compare: round });
+    send({ controls: controls(), compare: round }, performance.now());
   });
   $("film").addEventListener("change", (event) => {
     const on = $("film").checked;
@@ -308,7 +310,7 @@
   const pillarAt = (at) => (scene.slides && !episode.end ? scene.pillars.findIndex((one) => apart(at, one) < one[2]) : -1);
 
   canvas.addEventListener("pointerdown", (event) => {
-    if (!scene || scene.picture) return;
+    if (!scene || scene.picture || event.button) return; // other buttons than the first one draw nothing
     canvas.setPointerCapture(event.pointerId);
     const at = place(event);
     if (isOver(at)) {
@@ -475,6 +477,10 @@
       }
       pen.fillStyle = colour("quiet");
       pen.fillText(name, edge, top + 1);
+      pen.save(); // states of the denoising loop leave the limits of actions
+      pen.beginPath();
+      pen.rect(0, top + head, canvas.width, high - head);
+      pen.clip();
       pen.strokeStyle = colour("accent");
       [...shown].reverse().forEach((plan, i) => {
         const isFirst = !filmed && i === shown.length - 1;
@@ -484,7 +490,7 @@
         plan.forEach((row, j) => pen[j ? "lineTo" : "moveTo"](X(j), Y(row[entry])));
         pen.stroke();
       });
-      pen.globalAlpha = 1;
+      pen.restore();
     });
   }
 

@@ -48,9 +48,19 @@
     update();
   }
 
+  // at first, and where the chosen run has gone
+  function first(runs) {
+    chosen = runs[0]?.name ?? null;
+    version = "";
+    isStopping = false;
+    if (chosen !== null) return;
+    shown.replaceChildren();
+    document.getElementById("run-control").hidden = true;
+  }
+
   function fill(runs) {
     document.getElementById("no-runs").hidden = runs.length > 0;
-    chosen ??= runs[0]?.name ?? null;
+    if (!runs.some((run) => run.name === chosen)) first(runs);
     list.replaceChildren(...runs.map((run) => {
       const row = document.createElement("tr");
       const button = document.createElement("button");

@@ -107,8 +107,8 @@
     document.getElementById("viewer-title").textContent =
       `seed ${episode.seed}: ${episode.outcome}, return ${episode.return}`;
     slider.max = Math.max(...[episode.length, ...episode.clips.map((clip) => clip.length)]);
-    shown = { episode, draws, cursor: actions(episode) };
     viewer.showModal();
+    shown = { episode, draws, cursor: actions(episode) };
     draw(0);
     if (draws.length) run();
   }
@@ -146,8 +146,9 @@
     place.replaceChildren();
     const rows = episode.actions;
     if (!rows.length) return () => {};
-    const [left, right, top, bottom] = [46, 790, 10, 150];
-    const svg = make("svg", { viewBox: `0 0 800 190`, role: "img", "aria-label": "actions over time" }, place);
+    const width = place.clientWidth; // so that text has its size on a phone, too
+    const [left, right, top, bottom] = [46, width - 10, 10, 150];
+    const svg = make("svg", { viewBox: `0 0 ${width} 190`, role: "img", "aria-label": "actions over time" }, place);
     const values = rows.flat();
     const [low, high] = [Math.min(...values), Math.max(...values)];
     const y = (value) => bottom - ((bottom - top) * (value - low)) / (high - low || 1);

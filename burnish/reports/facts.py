@@ -68,7 +68,7 @@ def cost_of(directory: RunDirectory) -> str:
     rows = read_jsonl(directory.metrics_path)
     if not rows:
         return ""
-    return f"{max(row.get('step') or 0 for row in rows):,} steps in {_duration(elapsed_s(rows))}"
+    return f"{max(row.get('step') or 0 for row in rows):,} steps in {duration(elapsed_s(rows))}"
 
 
 def elapsed_s(rows: Sequence[Mapping[str, Any]]) -> float:
@@ -130,7 +130,8 @@ def machine_of(directory: RunDirectory) -> str:
     return ", ".join(str(part) for part in parts if part)
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Write a time in seconds, minutes or hours, such as `90 s` or `35 min`."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

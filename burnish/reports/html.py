@@ -9,6 +9,7 @@ from typing import Any
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
 from burnish.reports.curves import short_value
+from burnish.reports.facts import duration
 
 
 @cache
@@ -20,7 +21,7 @@ def _templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {"data_uri": data_uri, "short_value": short_value}
+    made.filters |= {"data_uri": data_uri, "duration": duration, "short_value": short_value}
     return made
 
 

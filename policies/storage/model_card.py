@@ -115,13 +115,17 @@ def _results(evaluations: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         summary = evaluation["summary"]
         for key in (key for key in _NAMES if key in summary):
             found = summary[key]
-            interval = f"{found['low']:.3g} to {found['high']:.3g}" if "low" in found else "–"
+            interval = f"{_number(found['low'])} to {_number(found['high'])}" if "low" in found else "–"
             protocol = _plain(evaluation["protocol_hash"])[:12]
             yield (
-                f"| {_plain(summary['env'])} | {_NAMES[key]} | {found['value']:.3g} | {interval} | "
+                f"| {_plain(summary['env'])} | {_NAMES[key]} | {_number(found['value'])} | {interval} | "
                 f"{summary['episodes']} | `{protocol}` |"
             )
     yield ""
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _kind(description: Mapping[str, Any]) -> str:

@@ -209,12 +209,12 @@ def test_a_card_has_the_results_of_one_episode(stand_in: StandIn, tmp_path: Path
     """Its return has no interval."""
     directory = save_policy(small_policy(), tmp_path / "policy")
     played = json.loads(evaluation_file(tmp_path / "e.json").read_text())
-    played["summary"] |= {"episodes": 1, "return": stated(Interval(12.5, 12.5, 12.5), 1)}
+    played["summary"] |= {"episodes": 1, "return": stated(Interval(3211.4, 3211.4, 3211.4), 1)}
     (tmp_path / "e.json").write_text(json.dumps(played))
     hub.push_to_hub(
         directory, "org/name", evaluations=[tmp_path / "e.json"], endpoint=stand_in.url, token="t"
     )
-    assert "| avoid | return | 12.5 | – | 1 |" in stand_in.files["README.md"].decode()
+    assert "| avoid | return | 3,211 | – | 1 |" in stand_in.files["README.md"].decode()
 
 
 def test_a_name_without_the_prefix_never_leads_to_the_network(

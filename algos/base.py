@@ -190,6 +190,7 @@ class Algorithm(Protocol):
 
     Optional attributes:
         budget: Of a run that can be extended, the key of its length, e.g. `algo.steps`.
+        expected: Of a run whose last iteration may exceed `total`, the units after which it will end.
         stage: Where a long iteration is, as text for the progress line.
         data_quality: How good the data are, for the model card; see `algos.cloning.quality`.
     """

@@ -87,7 +87,7 @@ class BcConfig(Checked):
     ema: str = bounded("power", choices=tuple(_EMA_RULES))  # power: decay 1 - (1 + n)^-3/4; delayed: constant
     ema_decay: float = bounded(0.9999, ge=0, lt=1)  # EMA decay of the weights (power: its maximum)
     ema_start: int = bounded(0, ge=0)  # gradient steps before averaging starts; until then weights are copied
-    ema_every: int = bounded(5, ge=1)  # gradient steps between EMA updates
+    ema_every: int = bounded(5, ge=1)  # gradient steps between EMA updates; those after the last are left out
     pad_end: bool = True  # windows may extend past the end of an episode, masked
     dp_compat_mean: bool = False  # average the loss over padding too, as Diffusion Policy does
     log_every: int = bounded(100, ge=1, was="block_steps")  # gradient steps between two log rows
@@ -175,9 +175,16 @@ class Bc:
 
     def _use(self, dataset: EpisodeDataset) -> None:
         """Split a dataset into windows of training (`_source`) and validation."""
-        config = self.config
-        train, rest = held_out(dataset.to(self._device), config.validation_fraction, self._seed)
-        self._source, self._validation = self._windows(train), None
+        config, dataset = self.config, dataset.to(self._device)
+        train, rest = held_out(dataset, config.validation_fraction, self._seed)
+        self._validation = None
+        try:
+            self._source = self._windows(train)
+        except DatasetError:  # the episodes that are long enough may all be held out
+            if rest is None:
+                raise
+            self._source, rest = self._windows(dataset), None
+            _log.warning("no validation: all episodes that hold a whole chunk would be held out.")
         if rest is None:
             return
         try:

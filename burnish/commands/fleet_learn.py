@@ -66,7 +66,8 @@ def run(config: FleetLearnConfig, context: RunContext) -> None:
     if env is not None:
         dataset = with_task_observations(env, dataset)
     learner = config.build(policy, dataset, env)
-    directory = _directory(config, {} if env is None else describe_part("env", env))
+    described = {**asdict(config), "env": {} if env is None else describe_part("env", env)}
+    directory = _directory(config, described)
     with directory.claim(), StopSignals() as stop:
         service = FleetRun(
             learner,
@@ -78,12 +79,13 @@ def run(config: FleetLearnConfig, context: RunContext) -> None:
             provenance=found.provenance(),
         )
         with service:
+            directory.amend(described, ())  # keys may differ from those of an earlier start
             _print_address(service)
             service.serve(lambda: stop.number is not None)
     _print_result(service)
 
 
-def _directory(config: FleetLearnConfig, env: Mapping[str, Any]) -> RunDirectory:
+def _directory(config: FleetLearnConfig, described: Mapping[str, Any]) -> RunDirectory:
     """Return the run directory, a new one or that of an earlier start."""
     out = Path(str(config.out))
     check_folder_to_write(out)
@@ -92,7 +94,7 @@ def _directory(config: FleetLearnConfig, env: Mapping[str, Any]) -> RunDirectory
         if "publish_every" not in run.config:
             raise ConfigError(f"out={out} is a run of burnish train. Give the fleet a folder of its own.")
         return run
-    return RunDirectory.create_at(out, {**asdict(config), "env": env})
+    return RunDirectory.create_at(out, described)
 
 
 def _print_address(service: FleetRun) -> None:

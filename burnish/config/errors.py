@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 
 from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from policies.bounds import former_names
@@ -56,7 +57,7 @@ def unknown_key(key: str, owner: type) -> str:
     names, name = [field.name for field in fields(owner)], key.rsplit(".", 1)[-1]
     renamed = former_names(owner).get(name)
     hint = closest(name, names) if renamed is None else f" It is called '{renamed}' now."
-    return listed(f"unknown key '{key}'", hint, f"{owner.__name__} has: {', '.join(names)}")
+    return listed(f"unknown key '{key}'", hint, f"{owner.__name__} has: {', '.join(names) or '(none)'}")
 
 
 def _invalid(error: ValidationError) -> str:
@@ -70,8 +71,11 @@ def _unknown_key(error: OmegaConfBaseException) -> str:
     key = str(error.full_key or error.key)
     owner = error.object_type
     if not (isinstance(owner, type) and is_dataclass(owner)):
-        group = key.partition(".")[0]
-        first = f" Where no {group} is chosen, give {group}=<name> with it." if "." in key else ""
+        group, dot, inner = key.partition(".")
+        if "." in inner and isinstance(error.parent_node, DictConfig) and (known := [*error.parent_node]):
+            hint = closest(key.rsplit(".", 1)[-1], known)
+            return listed(f"unknown key '{key}'", hint, f"{key.rpartition('.')[0]} has: {', '.join(known)}")
+        first = f" Where no {group} is chosen, give {group}=<name> with it." if dot else ""
         return f"unknown key '{key}'.{first} See the keys with --cfg job."
     return unknown_key(key, owner)
 

@@ -142,6 +142,9 @@ def _located_members(config: EvalConfig) -> dict[str, Located]:
         raise ConfigError(f"compose needs a list of two or more policies, compose=[a,b]; got {paths}.")
     if config.policy is not None or config.baseline is not None:
         raise ConfigError("compose=[a,b] compares with every member; leave policy and baseline out.")
+    if not (config.weights in (None, ESTIMATE) or isinstance(config.weights, list)):
+        kinds = f"a list with one per member, weights=[0.5,0.5], or weights={ESTIMATE}"
+        raise ConfigError(f"weights must be {kinds}; got {config.weights}.")
     if config.weights == ESTIMATE and config.dataset is None:
         raise ConfigError(f"weights={ESTIMATE} needs dataset=<held-out demonstrations>.")
     _refuse_unused(config)

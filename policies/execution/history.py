@@ -6,6 +6,7 @@ Legend: To observation history, Ta executed steps, Da action width.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -49,12 +50,17 @@ class ChunkActor:
             raise ConfigError(f"seed must not be negative; got {seed}.")
         self.decisions = 0  # of this episode
         self._decide, self._history = decide, History(obs_steps)
-        low, high = (None if side is None else np.asarray(side, np.float32) for side in (low, high))
         try:
-            self._track = Track(act_steps, limits=Limits(low, high, max_jump))
+            self._track = Track(act_steps, limits=Limits(max_jump=max_jump))
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        self._bound(low, high)
         self._seed, self._episode = seed, -1
+
+    def _bound(self, low: Any, high: Any) -> None:
+        """Clip actions to these bounds from now on; None: no clipping."""
+        low, high = (None if side is None else np.asarray(side, np.float32) for side in (low, high))
+        self._track.limits = replace(self._track.limits, low=low, high=high)
 
     def reset(self) -> None:
         """Start an episode: clears history and chunk, and changes the noise stream."""

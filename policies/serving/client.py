@@ -80,7 +80,7 @@ class Client:
 
     @property
     def schema(self) -> Schema:
-        """Inputs and outputs of the policy, as first received from the server."""
+        """Inputs and outputs of the policy, as last received from the server."""
         if self._schema is None:
             self._greet()
         assert self._schema is not None
@@ -229,10 +229,21 @@ class RemotePolicy(ChunkActor):
         max_jump: float | None = None,
     ) -> None:
         self.client = Client(client) if isinstance(client, str) else client
-        self.schema = self.client.schema
-        bounds = (self.schema.action_low, self.schema.action_high) if is_clipped else (None, None)
-        options: dict[str, Any] = {"seed": seed, "low": bounds[0], "high": bounds[1], "max_jump": max_jump}
-        super().__init__(self.client.decide, self.schema.obs_steps, act_steps=act_steps, **options)
+        self._is_clipped = is_clipped
+        options: dict[str, Any] = {"act_steps": act_steps, "seed": seed, "max_jump": max_jump}
+        super().__init__(self._chunk, self.schema.obs_steps, **options)
+
+    @property
+    def schema(self) -> Schema:
+        """Inputs and outputs of the policy, see `Client.schema`."""
+        return self.client.schema
+
+    def _chunk(self, obs: Arrays, key: tuple[int, ...]) -> Array:
+        """Decide; the limits are those of the policy that the server has by now."""
+        chunk = self.client.decide(obs, key)
+        if self._is_clipped:
+            self._bound(self.schema.action_low, self.schema.action_high)
+        return chunk
 
     def act(self, obs: Any) -> Array:
         """Return the action (Da,) for an observation: mapping by name, or array (Do,)."""

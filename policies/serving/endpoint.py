@@ -3,7 +3,7 @@
 All client-controlled quantities are bounded: message bytes, unfetched answers, and connections. ZeroMQ
 accepts connections until descriptors run out, so the kernel holds new ones back while there are
 `max_connections` (Linux only). ZeroMQ buffers multi-frame messages before they can be read; if these exceed
-`max_backlog_mb`, all connections are dropped and accepted again.
+`max_backlog_mb`, beside the answers that are on their way, all connections are dropped and accepted again.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Endpoint(ABC):
             raise
         self.endpoint = self._socket.getsockopt_string(self._zmq.LAST_ENDPOINT)
         self._memory = resident_mb()
-        own = _open_descriptors()
+        own = self._own_descriptors = _open_descriptors()
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         limit = sys.maxsize if soft == resource.RLIM_INFINITY else soft
         self._most_in_use = max(own + 1, min(own + settings.max_connections, limit - _SPARE))
@@ -115,6 +115,15 @@ class Endpoint(ABC):
     @abstractmethod
     def handle(self, client: bytes, message: dict[str, Any], number: int) -> None:
         """Answer a message of this version with its id, or raise a ServingError."""
+
+    @property
+    def connections(self) -> int:
+        """Number of open connections, at most."""
+        return max(0, _open_descriptors() - self._own_descriptors)
+
+    def answers_mb(self) -> float:
+        """Return the memory that answers may take until all clients have fetched theirs [MB]."""
+        return 0.0
 
     def receive(self, timeout_ms: int) -> None:
         """Wait for messages and handle those that are there."""
@@ -218,7 +227,8 @@ class Endpoint(ABC):
     def _guard_memory(self) -> None:
         """Drop all connections above the memory limit; clients reconnect automatically."""
         grown = resident_mb() - self._memory
-        if grown < self._bounds.max_backlog_mb:
+        most = self._bounds.max_backlog_mb
+        if grown < most or grown < most + self.answers_mb():
             return
         _log.warning("memory grew by %.0f MB: all connections are dropped and accepted again", grown)
         self.metrics.counts["reopened"] += 1

@@ -94,6 +94,10 @@ class FleetEndpoint(Endpoint):
             self._policy = {path.name: path.read_bytes() for path in sorted(policy.iterdir())}
             self.version = version
 
+    def answers_mb(self) -> float:
+        """Return the memory of the policy, of one for every robot, and of two while one is encrypted [MB]."""
+        return (3 + self.connections) * sum(map(len, self._policy.values())) / 1e6
+
     def handle(self, client: bytes, message: dict[str, Any], number: int) -> None:
         if self.task.name and message.get("task") != self.task.name:
             found = short(message.get("task"))

@@ -86,18 +86,20 @@ def test_few_episodes_are_all_used_for_training() -> None:
     assert of_hundred._source.num == 71 * 2, "100 * 0.29 is 28.999… as a float"
 
 
-def test_held_out_episodes_without_a_window_leave_validation_out(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("held_out", "others", "windows"), [(1, 3, 9 * 2), (3, 1, 2)])
+def test_held_out_episodes_that_are_too_short_or_all_that_are_not_leave_validation_out(
+    held_out: int, others: int, windows: int, caplog: pytest.LogCaptureFixture
+) -> None:
     given = two_mode_setup(num_episodes=10)
-    short = int(split_episodes(10, 0.1, given.seed)[1])
-    lengths = torch.full((10,), 3)
-    lengths[short] = 1
+    lengths = torch.full((10,), others)
+    lengths[split_episodes(10, 0.1, given.seed)[1]] = held_out
     frames = int(lengths.sum())
     data = EpisodeDataset.from_arrays(
         torch.rand(frames, 2), torch.rand(frames, 1), torch.zeros(frames), torch.zeros(frames), None,
         torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
     )  # fmt: skip
     algorithm = tiny(pad_end=False, validation_fraction=0.1).build(replace(given, dataset=data))
-    assert algorithm._source.num == 9 * 2 and "no validation" in caplog.text
+    assert algorithm._source.num == windows and "no validation" in caplog.text
     assert not any(name.startswith("validation/") for row in finish(algorithm) for name in row)
 
 

@@ -94,6 +94,12 @@ def test_an_unknown_command_is_one_line_with_a_suggestion(capsys: pytest.Capture
         (["import", "source=dppo", "source.num_levels=many"], "source.num_levels: Value 'many'"),
         (["report"], "report needs run="),
         (["train", "+algo.learning_rate=9"], "unknown key 'algo.learning_rate'; BcConfig has: steps"),
+        (
+            ["train", "policy.normalizer.stat=limits"],
+            "unknown key 'policy.normalizer.stat'. Did you mean 'state'? Policy.normalizer has: state, goal",
+        ),
+        (["train", "encoder.tokens=true"], "unknown key 'encoder.tokens'; StateEncoderConfig has: (none)"),
+        (["eval", "compose=[a,b]", "weights=0.5"], "weights must be a list"),
         (["train", "--algo", "bc"], "keys are given without dashes; write algo=bc instead of --algo"),
         (["train", "--algo.lr=1"], "keys are given without dashes; write algo.lr=1"),
         (["train", "--experiment", "avoid_bc"], "write experiment=avoid_bc instead of --experiment"),

@@ -24,7 +24,7 @@ from envs.rollouts.collect import collect
 from envs.rollouts.supervised import SupervisedPlayer
 from envs.spec import named_options
 from envs.tasks.avoid.task import start_position
-from policies.errors import CapabilityError, ConfigError
+from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.serving.fleet import EpisodeFiles, FleetTask
 from policies.storage.policy_folder import save_policy
 
@@ -63,6 +63,28 @@ def test_a_robot_acts_with_versions_of_the_learner_until_its_last_episode_is_sto
     assert (spool / "acknowledged").read_text() == "2" and not list(spool.glob("*.msgpack"))
     assert load_policy(tmp_path / "out").provenance["env"]["name"] == "avoid"
     assert len(closed) == 1
+
+
+def test_a_learner_that_goes_on_with_other_keys_stores_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env, out = make_env("avoid"), tmp_path / "out"
+    save_policy(policy_for(env), tmp_path / "policy", provenance={"env": named_options(env)})
+    write_dataset(tmp_path / "demos.hdf5", collect(env, episodes=1), env)
+    monkeypatch.setattr(fleet_learn.FleetRun, "serve", lambda run, _: None)
+
+    def start(**values: Any) -> dict[str, Any]:
+        paths = {"policy": str(tmp_path / "policy"), "dataset": str(tmp_path / "demos.hdf5")}
+        config = FleetLearnConfig(**paths, out=str(out), listen="tcp://127.0.0.1:0", batch_size=8, **values)
+        fleet_learn.run(config, RunContext(tmp_path))
+        return RunDirectory.open(out).config
+
+    first = start()
+    assert first["env"]["name"] == "avoid" and start() == first
+    assert start(lr=1e-4) == first | {"lr": 1e-4}
+    with pytest.raises(CheckpointError, match="seed"):
+        start(seed=1, half_life=3.0)
+    assert RunDirectory.open(out).config == first | {"lr": 1e-4}
 
 
 @pytest.mark.parametrize(

@@ -264,6 +264,28 @@ def test_a_policy_that_takes_longer_than_a_timeout_arrives(learner: Learner, tmp
         assert robot.policy()[0] == 1
 
 
+def test_slow_robots_keep_their_connections_while_they_fetch_a_big_policy(tmp_path: Path) -> None:
+    """Robots ask again once they are dropped, so that none would ever get it."""
+    folder, size = policy_at(tmp_path, "policy"), 16_000_000
+    (folder / "model.safetensors").write_bytes(bytes(size))
+    settings, context = EndpointSettings(port=0, max_backlog_mb=24), zmq.Context()
+    with (
+        Learner(settings, TASK, tmp_path / "episodes") as learner,
+        slow_link(learner.endpoint, 100_000) as address,
+    ):
+        learner.offer(1, folder)
+        robots = [context.socket(zmq.DEALER) for _ in range(3)]
+        try:
+            for one in robots:
+                one.connect(address)
+                one.send(pack({"type": "policy", "id": 0, "task": TASK.name, "have": None}))
+            learner.until(lambda: learner.sent_bytes >= len(robots) * size)
+            learner.guard()
+            assert learner.metrics.counts["reopened"] == 0
+        finally:
+            context.destroy(linger=0)
+
+
 def test_a_policy_that_the_robot_reads_is_not_removed(learner: Learner, tmp_path: Path) -> None:
     spool = tmp_path / "arm"
     with robot_at(learner.endpoint, spool) as robot:

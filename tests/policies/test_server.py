@@ -197,6 +197,21 @@ def test_actions_are_cut_off_at_the_limits_of_the_task() -> None:
         assert np.abs(RemotePolicy(client, is_clipped=False).act(state)).max() > 0.2
 
 
+def test_limits_are_those_of_the_policy_that_the_server_has_by_now() -> None:
+    def around(limit: float) -> Surroundings:
+        return Surroundings("avoid", 10 / limit, action_low=[-limit] * 2, action_high=[limit] * 2)
+
+    states = observations(6)[:, 0].numpy()
+    with kept_port() as port:
+        with running(ServedPolicy(flow(), around(0.2)), port=port) as server:
+            client = client_of(server, timeout_s=2.0, retries=20)
+            robot = RemotePolicy(client, act_steps=1)
+            assert np.abs([robot.act(state) for state in states]).max() == pytest.approx(0.2)
+        with running(ServedPolicy(flow(), around(0.1), "other weights"), port=port), client:
+            assert np.abs([robot.act(state) for state in states]).max() == pytest.approx(0.1)
+            assert (robot.schema.control_hz, robot.schema.policy) == (100.0, "other weights")
+
+
 def test_commands_of_a_robot_change_by_no_more_than_the_jump(client: Client) -> None:
     states = observations(6)[:, 0].numpy()
     free, bounded = (RemotePolicy(client, max_jump=jump) for jump in (None, 0.05))

@@ -142,6 +142,7 @@ def test_a_page_is_that_of_its_rows_and_a_number_changed_by_hand_is_found(tmp_pa
     shutil.copy(ROOT / "docs/results/lift-varied.md", tmp_path / "docs/results")
     history = Everything(tmp_path)
     wrong = verify.verify(["lift-varied"], tmp_path, history)[0]
+    wrong = [one for one in wrong if not one.startswith("docs/")]  # of which most rows are not here
     assert wrong and all(" lacks " in one for one in wrong)  # its rows are older than whole ones
     row = next((tmp_path / "docs/results/lift-varied").glob("dsrl-seed*.json"))
     content = json.loads(row.read_text())
@@ -150,6 +151,24 @@ def test_a_page_is_that_of_its_rows_and_a_number_changed_by_hand_is_found(tmp_pa
     wrong = [one for one in verify.verify(["lift-varied"], tmp_path, history)[0] if " lacks " not in one]
     assert any(one.startswith("lift-varied.md: line") for one in wrong)
     assert any("mean after" in one and row.name in one for one in wrong)
+
+
+def test_tables_on_other_pages_and_pictures_are_compared_too(tmp_path: Path) -> None:
+    def keep_table(folder: Path, number: int) -> None:
+        file = folder / "docs/results/table/avoid-a.svg"
+        file.parent.mkdir(parents=True)
+        file.write_text(f"<svg>{number}</svg>")
+        (folder / "docs/results.md").write_text(f"a\n{number}\n")
+        (folder / "docs/results/a.md").write_text(f"{number}")  # compared before
+
+    for number, folder in enumerate(("page", "other", "same")):
+        keep_table(tmp_path / folder, min(number, 1))
+    page, other, same = (tmp_path / folder for folder in ("page", "other", "same"))
+    compared = {pages.RESULTS / "a.md"}
+    first, second = sorted(verify.elsewhere(compared, page, other))
+    assert first.startswith("docs/results.md: line 2")
+    assert second.startswith("docs/results/table/avoid-a.svg")
+    assert list(verify.elsewhere(compared, same, other)) == []
 
 
 @pytest.mark.parametrize(
@@ -212,8 +231,45 @@ def test_the_table_compares_what_methods_reach_within_a_budget() -> None:
     better = table_page.improvement(slow.before, slow.after)
     assert better.value == 0.75 and better.low < 0.75 < better.high
     cells = dict(zip(table_page.COLUMNS, table_page.cells(quick), strict=True))
-    assert (cells["10 %"], cells["50 %"], cells["steps"], cells["MB"]) == ("50 %", "50 %", "20", "408")
+    assert (cells["10 %"], cells["50 %"], cells["steps"], cells["MB"]) == ("–", "50 %", "20", "408")
     assert (cells["best on the way"], cells["core min"], cells["ms"]) == ("75 %", "0.7", "8.00")
+
+
+def test_the_table_gives_nothing_of_the_clone_to_methods_without_it() -> None:
+    given = row("rlpd", 0, {0: ALL, 0.5: HALF, 1: THREE})
+    (found,) = table_page.rows_of([given | {"is_init": False}])["avoid"]
+    assert found.curve()[1].tolist() == [[0.0, 0.5, 0.75]]
+    assert found.area().tolist() == [0.5 * 0.25 + 0.5 * 0.625]
+    assert found.at("step", 10) is None  # no checkpoint within it
+    (tuned,) = table_page.rows_of([given])["avoid"]
+    early = tuned.at("step", 10)
+    assert early is not None and early.tolist() == [ALL]
+    for one in (found, tuned):
+        cells = dict(zip(table_page.COLUMNS, table_page.cells(one), strict=True))
+        assert cells["best on the way"] == "75 %"  # not the clone's
+
+
+def test_a_checkpoint_that_stands_for_several_shares_counts_where_it_was_taken() -> None:
+    run = row("iql", 0, {0: [0, 0, 0, 0], 0.1: ALL, 0.3: ALL, 1: ALL})
+    for point in run["points"][:2]:
+        point["step"] = 25  # the nearest to both
+    (found,) = table_page.rows_of([run])["avoid"]
+    assert found.curve()[0].tolist() == [[0.0, 0.25, 0.25, 1.0]]
+    assert found.area().tolist() == [0.25 * 0.5 + 0.75]
+    assert found.at_share(0.1) is None and found.at_share(0.25) is not None
+
+
+def test_the_table_says_which_methods_were_given_clones_made_anew() -> None:
+    def rows(*digests: str) -> list[table_page.Rows]:
+        runs = [
+            row(name, 0, {0: HALF, 1: ALL}) | {"base_sha256": digest, "dataset": {"sha256": "d"}}
+            for name, digest in zip("abc", digests, strict=True)
+        ]
+        return table_page.rows_of(runs)["avoid"]
+
+    assert table_page.made_anew(rows("x", "x", "x")) == []
+    (line,) = table_page.made_anew(rows("x", "y", "x"))
+    assert line == "Made more than once, from the same seeds: the clones of `avoid_bc`, for a, c; for b."
 
 
 def test_methods_are_put_in_an_order_once_all_have_enough_seeds() -> None:

@@ -7,10 +7,11 @@
 
 Settings were chosen in other studies (`learning` and `offline` beside this file), on seeds 0 to 9 and their
 episodes. Here every training seed is new, and so are the episodes and the noise of evaluations. Methods of a
-seed begin with the same clones; those that learn an actor from data alone are compared with a clone of that
-actor. One process and one thread train a run, without evaluations on the way; checkpoints are
-played afterwards. Each run leaves one JSON file in docs/results/table/; a run whose file is there is not
-repeated, one that was stopped goes on. A working copy with changes is refused.
+seed begin with the same clones under one root; where rows were given clones or data that were made anew, the
+page says which. Those that learn an actor from data alone are compared with a clone of that actor. One
+process and one thread train a run, without evaluations on the way; checkpoints are played afterwards. Each
+run leaves one JSON file in docs/results/table/; a run whose file is there is not repeated, one that was
+stopped goes on. A working copy with changes is refused.
 """
 
 from __future__ import annotations

@@ -33,6 +33,9 @@ BUDGETS = {
 }  # fmt: skip
 """Budgets at which methods are compared: a cost, its limit, and how the page calls it."""
 
+NEAR = 0.05
+"""Of the budget: how far a checkpoint may be from the share that a column names."""
+
 OF_A_RUN = ("seed", "name", "dataset", "init", "directory")
 """Keys in which the runs of a method differ."""
 
@@ -68,30 +71,42 @@ class Rows:
     def at(self, cost: str, limit: float) -> np.ndarray | None:
         """Return the episodes (S, E) of the last checkpoint within a budget.
 
-        A run that ended within the budget counts as it ended; the clone counts where there is no checkpoint
-        within it. None if a seed ended within a third of the steps: the method was not made for them.
+        A run that ended within the budget counts as it ended; the clone that it begins with counts where
+        there is no checkpoint within it. None if a seed ended within a third of the steps: the method was not
+        made for them. None too if a seed has neither a checkpoint nor a clone.
         """
         found = []
         for run in self.runs:
             within = [point for point in run["points"] if point[cost] <= 1.05 * limit]
             if 3 * run["points"][-1][cost] < limit and cost == "step":
                 return None
+            if not within and not run["is_init"]:
+                return None
             found.append(values(run, within[-1] if within else run["before"]))
         return np.array(found)
 
-    def at_share(self, share: float) -> np.ndarray:
-        """Return the episodes (S, E) after a share of the method's own budget."""
-        marks = [min(run["points"], key=lambda point: abs(point["share"] - share)) for run in self.runs]
-        return np.array([values(run, mark) for run, mark in zip(self.runs, marks, strict=True)])
+    def at_share(self, share: float) -> np.ndarray | None:
+        """Return the episodes (S, E) after a share of the method's own budget; None if none is near."""
+        found = []
+        for run in self.runs:
+            places = _places(run)[1:]
+            nearest = int(abs(places - share).argmin())
+            if abs(places[nearest] - share) > NEAR:
+                return None
+            found.append(values(run, run["points"][nearest]))
+        return np.array(found)
 
     def curve(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return shares of the budget (P,), from 0 on, and means of the episodes (S, P)."""
-        shares = [0.0, *(point["share"] for point in self.runs[0]["points"])]
+        """Return shares of the budget and means of the episodes, both (S, P), from 0 on.
+
+        A method that does not begin with the clone begins at 0, as actors that know nothing.
+        """
         rates = [
-            [np.mean(values(run, episodes)) for episodes in (run["before"], *run["points"])]
+            [np.mean(values(run, run["before"])) * run["is_init"]]
+            + [np.mean(values(run, point)) for point in run["points"]]
             for run in self.runs
         ]
-        return np.array(shares), np.array(rates)
+        return np.array([_places(run) for run in self.runs]), np.array(rates)
 
     def area(self) -> np.ndarray:
         """Return the mean over the budget, per seed (S,): the area under its curve."""
@@ -104,6 +119,15 @@ class Rows:
             return None
         ways = ([_ways(run[when]) for when in ("before", "after")] for run in self.runs)
         return float(np.mean([len(before & after) / len(before) for before, after in ways]))
+
+
+def _places(run: Mapping[str, Any]) -> np.ndarray:
+    """Return the shares of the steps that a run took at which it was played, and 0.
+
+    Few checkpoints stand for several of the shares that were asked for.
+    """
+    steps = np.array([0, *(point["step"] for point in run["points"])], np.float64)
+    return steps / steps[-1]
 
 
 def quantity_of(run: Mapping[str, Any]) -> str:
@@ -166,7 +190,7 @@ def contradictions(run: Mapping[str, Any]) -> Iterator[str]:
 
 # -- page -----------------------------------------------------------------------------------------------
 
-INTRODUCTION = """`python -m benchmarks.studies.table <task>`: every method begins with the clones of the
+INTRODUCTION = """`python -m benchmarks.studies.table <task>`: every method begins with clones of the
 same seeds, {seeds}, and plays the same 100 episodes, at its last checkpoint. Settings were chosen in the
 studies of each task, on other seeds and other episodes, with unequal care: most trials went into the methods
 that needed them; [tuning](tuning.md) has those that were recorded. One process and one thread per run; a
@@ -174,13 +198,16 @@ that needed them; [tuning](tuning.md) has those that were recorded. One process 
 
 Cells are success, or for walking robots the return in percent of an expert's, 0 being that of random actions
 (score of D4RL). *Worst*: the lowest seed, or the worst tenth of all scores. *P(better)*: probability that an
-episode goes better than the clone's, equal ones count half. *Area*: mean over the budget. *Ways*: share of
-the clone's ways to succeed that are still taken. *ms*: one decision of the exported policy. *MB*: largest
+episode goes better than the clone's, equal ones count half. *Best on the way*: of up to eleven
+checkpoints, per seed. *Area*: mean over the budget; without a clone it begins at 0. *Ways*: share of the
+clone's ways to succeed that are still taken. *ms*: one decision of the exported policy. *MB*: largest
 memory of the process in training. *Trained by*: keys of `burnish train`, beside init, dataset and
 seed. The columns sort by a click on the site."""
 
-BRACKETS = """In brackets: how probably an episode of the best goes better than one of theirs. Compared on the
-seeds that all methods have; a method made for less than a third of the steps is left out."""
+BRACKETS = """In brackets: how probably an episode of the best goes better than one of theirs. A method counts
+by its last checkpoint within the budget, to 5 %, of up to eleven that are played, or else by its clone.
+Compared on the seeds that all methods have. Left out is a method that was made for less than a third of the
+steps, or that has neither a checkpoint within the budget nor a clone."""
 
 LEARNED = {
     "avoid": """**What was learned.** With few steps, methods that reuse what they have seen win. TRQAM
@@ -236,8 +263,10 @@ def report(page: str) -> Path:
         lines += ["", f"## {task}", "", *(order(rows) or [under_way(rows)]), ""]
         lines += pages.table(COLUMNS, [cells(row) for row in rows])
         lines += ["", LEARNED[task]] if task in LEARNED else []
+        lines += [part for told in made_anew(rows) for part in ("", told)]
         for row in rows:
-            (pages.RESULTS / page / f"{row.task}-{row.name}.svg").write_text(sparkline(*row.curve()))
+            picture = sparkline(*row.curve(), float(row.before.mean()))
+            (pages.RESULTS / page / f"{row.task}-{row.name}.svg").write_text(picture)
     orders = {task: best for task, rows in table.items() if (best := budgets(rows))}
     summary = [line for task, best in orders.items() for line in ("", f"`{task}`:", "", *best)]
     pages.replace_block("docs/results.md", "table", [SUMMARY, *summary])
@@ -253,14 +282,15 @@ def processors(found: Sequence[Mapping[str, Any]]) -> str:
 def cells(row: Rows) -> list[str]:
     """Return the cells of a method."""
     runs, after = row.runs, row.after
-    best = row.curve()[1].max(axis=1)
+    best = row.curve()[1][:, 1:].max(axis=1)
     better, kept = improvement(row.before, after), row.kept_modes()
     name = row.name if runs[0]["is_init"] else f"{row.name} (no clone)"
     actor = [max(run["gradient_steps"].values(), default=0) for run in runs]
     curve = f"![](table/{row.task}-{row.name}.svg)"
+    early = ["–" if found is None else rate(found) for found in map(row.at_share, (0.1, 0.5))]
     return [
-        name, curve, f"{len(runs)}", around(row, row.before), rate(row.at_share(0.1)),
-        rate(row.at_share(0.5)), around(row, after), pages.percent(bootstrap_iqm(after)), rate(worst(row)),
+        name, curve, f"{len(runs)}", around(row, row.before),
+        *early, around(row, after), pages.percent(bootstrap_iqm(after)), rate(worst(row)),
         rate(best), rate(row.area()), f"{better.value:.2f} ({better.low:.2f}–{better.high:.2f})",
         "–" if kept is None else f"{100 * kept:.0f} %",
         f"{np.mean([run['points'][-1]['step'] for run in runs]):,.0f}", f"{np.mean(actor):,.0f}",
@@ -275,6 +305,30 @@ def trained_by(run: Mapping[str, Any]) -> str:
     own, base = run.get("settings") or [f"experiment={run['experiment']}"], run["base"]
     clone = " ".join([f"experiment={base}"] if isinstance(base, str) else base)
     return f"`{' '.join(own)}`" + (f" from `{clone}`" if run["is_init"] else "")
+
+
+def made_anew(rows: Sequence[Rows]) -> list[str]:
+    """Say for which methods data or clones of the same seeds were made anew; nothing where all share them."""
+    sets: dict[str, dict[tuple[str, ...], list[str]]] = {}
+    for row in on_common_seeds(rows):
+        base = row.runs[0]["base"]
+        clone = _base_name([f"experiment={base}"] if isinstance(base, str) else base)
+        for what, key in (("the data", "dataset"), (f"the clones of {clone}", "base_sha256")):
+            digests = (run[key] for run in row.runs)
+            same = tuple(one["sha256"] if isinstance(one, Mapping) else one for one in digests)
+            sets.setdefault(what, {}).setdefault(same, []).append(row.name)
+    said = [
+        f"{what}, for {'; for '.join(', '.join(names) for names in found.values())}"
+        for what, found in sets.items()
+        if len(found) > 1
+    ]
+    return [f"Made more than once, from the same seeds: {'. Also '.join(said)}."] if said else []
+
+
+def _base_name(base: Sequence[str]) -> str:
+    first, *more = base
+    is_plain = not first.startswith("experiment=")
+    return "a plain actor" if is_plain else f"`{' '.join([first.removeprefix('experiment='), *more])}`"
 
 
 def worst(row: Rows) -> np.ndarray:
@@ -341,18 +395,19 @@ def _budgets(rows: Sequence[Rows]) -> Iterator[str]:
         yield f"- **{called}**: {name}, {around(rows[0], best)}{others}."
 
 
-def sparkline(shares: np.ndarray, rates: np.ndarray, width: int = 110, height: int = 30) -> str:
+def sparkline(shares: np.ndarray, rates: np.ndarray, clone: float, width: int = 110, height: int = 30) -> str:
     """Return a small picture: success of every seed over the budget, their mean in bold, the clone dashed."""
 
-    def line(values: np.ndarray, style: str) -> str:
+    def line(shares: np.ndarray, values: np.ndarray, style: str) -> str:
         x, y = 2 + shares * (width - 4), 2 + (1 - values.clip(0, 1)) * (height - 4)
         points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
         return f'<polyline fill="none" {style} points="{points}"/>'
 
-    faint = [line(one, 'stroke="#7aa6d8" stroke-width="0.7" opacity="0.7"') for one in rates]
-    mean = rates.mean(axis=0)
-    level = line(np.full_like(mean, mean[0]), 'stroke="#999" stroke-width="0.7" stroke-dasharray="2 2"')
-    thick = line(mean, 'stroke="#1f6fc4" stroke-width="1.8"')
+    seed = 'stroke="#7aa6d8" stroke-width="0.7" opacity="0.7"'
+    faint = [line(*one, seed) for one in zip(shares, rates, strict=True)]
+    mean, dashed = shares.mean(axis=0), 'stroke="#999" stroke-width="0.7" stroke-dasharray="2 2"'
+    level = line(mean, np.full_like(mean, clone), dashed)
+    thick = line(mean, rates.mean(axis=0), 'stroke="#1f6fc4" stroke-width="1.8"')
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
     return "\n".join([head, level, *faint, thick, "</svg>", ""])

@@ -3,7 +3,8 @@
     python -m benchmarks.studies verify                 all pages of docs/results, and all their rows
     python -m benchmarks.studies verify avoid hopper    the pages of these studies
 
-Pages are written again, in a copy, by the commands that made them, and compared line by line. A row, the
+Pages are written again, in a copy, by the commands that made them, and compared line by line; so are their
+tables on other pages, and pictures that are text. A row, the
 JSON file of a run, is *whole* if it was made by code that can be checked out again (a commit of this
 history, without changes), names an experiment of that code, and holds its composed configuration, the
 digest of its data and its processor. Numbers that a row repeats are recomputed from its episodes. The exit
@@ -23,7 +24,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -175,7 +176,19 @@ def verify(names: Sequence[str], root: Path, history: History) -> tuple[list[str
                     wrong += [f"{own} lacks {one}" for one in lacking]
             match = "differs from" if apart else "is that of"
             told.append(f"{name}: the page {match} its rows; {whole} of {len(rows)} rows are whole.")
+        wrong += elsewhere({pages.RESULTS / f"{name}.md" for name in names}, root, place)
     return wrong, told
+
+
+def elsewhere(compared: Collection[Path], root: Path, place: Path) -> Iterator[str]:
+    """Yield where other files of text differ, after studies wrote their tables and pictures in `place`."""
+    for path in sorted(one for one in place.rglob("*.*") if one.suffix in (".md", ".svg")):
+        own = path.relative_to(place)
+        if own in compared:
+            continue
+        before = (root / own).read_text(encoding="utf-8") if (root / own).exists() else ""
+        if apart := first_difference(before, path.read_text(encoding="utf-8")):
+            yield f"{own}: {apart}"
 
 
 def is_expected_whole(row: Mapping[str, Any], history: History) -> bool:

@@ -197,17 +197,3 @@ def test_a_run_learns_to_reach_the_goal(seed: int) -> None:
 def test_what_has_no_velocity_along_its_path_is_refused(init: Any) -> None:
     with pytest.raises(CapabilityError, match=mentions("algo=policyflow process=flow")):
         make_run(POLICYFLOW, init())
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_draws": 0}, "num_draws 1"),
-        ({"log_prob_reduction": "per_dim"}, "mean, per_step, joint"),
-        ({"brownian_coef": -0.1}, "brownian_coef 0 -0.1"),
-        ({"denoising_steps": 0}, "denoising_steps 1"),
-    ],
-)
-def test_settings_that_cannot_be_meant_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=mentions(message)):
-        PolicyFlowConfig(**options)

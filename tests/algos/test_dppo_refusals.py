@@ -42,14 +42,7 @@ def test_config_is_a_structured_config() -> None:
     [
         ({"actor_lr": 2e-5, "actor_min_lr": 1e-4}, "actor_min_lr exceed actor_lr"),
         ({"actor_lr_warmup": 10, "actor_lr_cycle": 10, "paper_compat": True}, "actor_lr_warmup lie"),
-        ({"sampler": "euler"}, "algo.sampler auto ddpm ddim ancestral euler"),
-        ({"tuned_steps": 0}, "algo.tuned_steps 1 0"),
-        ({"eta": 0.0}, "algo.eta 0.0"),
-        ({"batch_size": 0}, "algo.batch_size"),
-        ({"gamma": 1.5}, "algo.gamma"),
-        ({"log_prob_reduction": "sum"}, "per_step"),
         ({"advantage_quantiles": (0.9, 0.1)}, "algo.advantage_quantiles"),
-        ({"min_log_prob_std": 0.0}, "algo.min_log_prob_std 0.0"),
         ({"entropy_coef": 0.1}, "algo.entropy_coef 0 0.1"),
         ({"batch_size": 1}, "algo.batch_size 2 algo.normalize_advantage=true"),
         ({"num_envs": 1, "steps_per_iteration": 1}, "algo.steps_per_iteration 2 algo.num_envs=1"),
@@ -57,10 +50,6 @@ def test_config_is_a_structured_config() -> None:
         ({"advantage_quantiles": (0.1, 0.2, 0.3)}, "algo.advantage_quantiles two"),
         ({"log_prob_range": (1.0,)}, "algo.log_prob_range two"),
         ({"log_prob_range": (5.0, math.nan)}, "algo.log_prob_range two"),
-        ({"clip_range_rate": 1000.0}, "algo.clip_range_rate -100 100 1000"),
-        ({"clip_range_rate": math.nan}, "algo.clip_range_rate"),
-        ({"actor_min_lr": math.inf, "paper_compat": True}, "algo.actor_min_lr"),
-        ({"min_sampling_std": math.inf}, "algo.min_sampling_std inf"),
     ],
 )
 def test_bad_values_are_refused(change: dict[str, Any], message: str) -> None:
@@ -72,13 +61,6 @@ SIZES = [
     *("reward_scale_clip", "reward_scale_const", "gamma", "gae_lambda", "vf_coef", "bc_weight"),
     *("actor_lr", "actor_min_lr", "actor_weight_decay", "critic_lr", "critic_min_lr", "critic_weight_decay"),
 ]
-
-
-@pytest.mark.parametrize("value", [math.nan, -1.0])
-@pytest.mark.parametrize("name", SIZES)
-def test_numbers_that_cannot_be_meant_are_refused_by_name(name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=mentions(f"algo.{name} {value}")):
-        replace(SMALL, **{name: value})
 
 
 def test_what_looks_odd_but_can_be_meant_is_allowed() -> None:

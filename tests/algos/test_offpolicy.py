@@ -313,17 +313,9 @@ def test_the_temperature_approaches_the_target_entropy() -> None:
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("variant", {"variant": "x"}),
         ("offline_ratio", {"variant": "sac", "offline_ratio": 0.5}),
         ("offline_ratio", {"paper_compat": True, "offline_ratio": 0.5}),
         ("subset", {"aggregate": "subset_min", "subset": 3}),
-        ("aggregate", {"aggregate": "median"}),
-        ("warmup_steps", {"warmup_steps": -1}),
-        ("updates_per_step", {"updates_per_step": 0.0}),
-        ("distillation_latents", {"distillation_latents": "x"}),
-        *(("distillation_share", {"distillation_share": value}) for value in (0.0, math.inf, math.nan)),
-        *(("target_entropy", {"target_entropy": value, "learn_alpha": learns})
-          for value in (-math.inf, math.inf, math.nan) for learns in (True, False)),
     ],
 )  # fmt: skip
 def test_senseless_settings_are_refused(name: str, values: dict[str, Any]) -> None:

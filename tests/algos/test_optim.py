@@ -196,9 +196,6 @@ def test_ema_equals_the_closed_form_and_resumes() -> None:
     assert not any(p.requires_grad for p in ema.module.parameters())
 
 
-@pytest.mark.parametrize(
-    "rule", [lambda: DelayedDecay(value=1.0), lambda: PowerDecay(min_value=0.9, max_value=0.5)]
-)
-def test_ema_rules_refuse_bad_values(rule: object) -> None:
-    with pytest.raises(ConfigError, match=r"ema\.(value|min_value) must be"):
-        rule()  # type: ignore[operator]
+def test_the_bounds_of_an_ema_rule_are_in_order() -> None:
+    with pytest.raises(ConfigError, match=r"ema\.min_value must be"):
+        PowerDecay(min_value=0.9, max_value=0.5)

@@ -123,7 +123,6 @@ def test_a_run_is_resumed_bit_by_bit_while_values_or_actor_are_fitted(after: int
         ({"refit": True}, "algo.refit false"),
         ({"warmup_steps": 6}, "algo.warmup_steps below algo.steps"),
         ({"online_steps": 5}, "algo.online_steps values kept"),
-        ({"time_weight": "ddpm"}, "algo.time_weight vds score stable"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(values: dict[str, Any], words: str) -> None:

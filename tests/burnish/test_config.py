@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import math
 from collections.abc import Iterator
-from dataclasses import FrozenInstanceError, dataclass, fields, is_dataclass
+from dataclasses import FrozenInstanceError, dataclass, fields, is_dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -17,6 +19,7 @@ from messages import mentions
 from omegaconf import OmegaConf
 
 from burnish import cli
+from burnish.config.commands import COMMANDS
 from burnish.config.hydra_sources import register_configs
 from burnish.config.nodes import GROUPS
 from burnish.config.overrides import Overrides
@@ -24,6 +27,7 @@ from burnish.config.saved import describe, restore
 from burnish.config.schema import compose_command, compose_config, to_object
 from burnish.config.train import PolicyShape, TrainConfig
 from policies import registry
+from policies.bounds import Bounds, Checked, bounds_of
 from policies.errors import ConfigError
 from policies.policy_config import PART_GROUPS, PolicyConfig
 
@@ -148,6 +152,58 @@ def test_keys_and_groups_that_a_command_lacks_are_refused(command: str, override
     with pytest.raises(ConfigError, match=mentions(message)) as caught:
         compose_config(command, [override])
     assert "+algo=bc" not in str(caught.value)
+
+
+def outside(bounds: Bounds) -> Iterator[Any]:
+    """Yield values that a range does not admit: beyond each end, no numbers, and no entries."""
+    if bounds.choices:
+        yield "no such choice"
+        return
+    yield math.nan
+    if bounds.le != math.inf:
+        yield from (math.inf, -math.inf)
+    yield from (end for end in (bounds.gt, bounds.lt) if end is not None)
+    if bounds.ge is not None and bounds.ge > -math.inf:
+        yield bounds.ge - 1
+        yield from (bounds.ge + 1,) if bounds.even else ()
+    if bounds.le is not None and bounds.le < math.inf:
+        yield bounds.le + 1
+    if bounds.some:
+        yield ()
+
+
+def kinds_of(kind: type) -> Iterator[type]:
+    """Yield the configurations of our packages that can be made without arguments."""
+    for one in kind.__subclasses__():
+        if one.__module__.split(".")[0] in ("algos", "burnish", "envs", "policies"):
+            is_whole = not inspect.isabstract(one) and not one.__name__.startswith("_")
+            if is_whole and all(p.default is not p.empty for p in inspect.signature(one).parameters.values()):
+                yield one
+            yield from kinds_of(one)
+
+
+def test_every_range_is_enforced_under_its_key() -> None:
+    """The page of keys prints the ranges."""
+    for group in GROUPS:
+        for name in registry.parts(group):
+            registry.lookup(group, name)
+    for command in COMMANDS.values():
+        if command.schema is not None:
+            command.config_class()
+    seen = set()
+    for kind in set(kinds_of(Checked)):
+        made: Any = kind()
+        for one in fields(made):
+            bounds = bounds_of(one)
+            for value in () if bounds is None else outside(bounds):
+                with pytest.raises(ConfigError) as refused:
+                    replace(made, **{one.name: value})
+                key = f"{made.key}.{one.name}" if made.key else one.name
+                assert str(refused.value).startswith(f"{key} must be {bounds}; got "), (kind, value)
+                seen.add(key)
+    assert {"algo.gamma", "algo.noise.hold", "backbone.width", "encoder.crop", "env.expert.noise"} <= seen
+    assert {"process.huber", "sampler.steps", "source.horizon", "steer.scale", "steering.rank"} <= seen
+    assert {"correction.eta", "critic.norm_eps", "curation.keep", "ema.every", "trainer.log_every"} <= seen
 
 
 def test_a_value_out_of_range_is_refused_with_its_key() -> None:

@@ -18,7 +18,6 @@ from envs.engine.pixels import FREE, HasCameras
 from envs.make import env
 from envs.spec import EnvConfig, VectorEnv
 from policies.errors import ConfigError, MissingExtraError
-from policies.extras import require
 from policies.registry import parts
 
 CHUNK = 3
@@ -220,8 +219,3 @@ def test_unknown_names_and_options_list_the_choices() -> None:
         env("hoper")
     with pytest.raises(ConfigError, match=mentions("env=hopper ['speed'] max_episode_steps")):
         env("hopper", speed=2)
-
-
-def test_a_missing_package_names_its_extra() -> None:
-    with pytest.raises(MissingExtraError, match=mentions("no_such_simulator burnish[robots]")):
-        require("no_such_simulator.envs", extra="robots")

@@ -119,8 +119,6 @@ def test_the_diverging_half_is_that_of_the_noisy_demonstrator(noise: float) -> N
         ({"keep": "return"}, "curation.share must be given with curation.keep=return"),
         ({"share": 0.5}, "curation.share must be null with curation.keep=all"),
         ({"keep": "success", "share": 0.5}, "curation.share must be null"),
-        ({"keep": "best"}, "curation.keep must be"),
-        ({"weighting": "advantage", "temperature": 0.0}, "curation.temperature"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(given: dict[str, object], message: str) -> None:

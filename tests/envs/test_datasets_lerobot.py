@@ -234,8 +234,6 @@ ALL = [key for key, one in FEATURES.items() if len(one["shape"]) == 1]
             "meta/info.json next.reward [1] [2]",
         ),
         ({"action": np.zeros((NUM, 3), np.float32)}, f"{FIRST} action 2 5 [3]"),
-        ({"action": np.zeros(NUM, np.float32)}, f"{FIRST} action 2 5 [1]"),
-        ({"action": np.full((NUM, 2), np.nan)}, "actions finite nan [0, 0] 24"),
         ({"next.reward": np.array(["a"] * NUM)}, f"{FIRST} next.reward string"),
         ({"next.done": np.full(NUM, 2)}, "next.done 0 1 2 12"),
         ({"episode_index": np.arange(NUM) % 4}, "total_episodes meta/info.json 4 12"),

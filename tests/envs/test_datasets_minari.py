@@ -313,12 +313,10 @@ def write_raw(folder, metadata=None, **changes):
         ({"observations": np.zeros((4, 3))}, "5 observation"),
         ({"observations": np.zeros((5, 4))}, "episode_1 observations shape (4, 3)"),
         ({"observations": np.full((5, 3), np.nan)}, "observations finite"),
-        ({"actions": None}, "episode_1 actions observations"),
         (
             {"actions": np.zeros(4, int)},
             "actions shape (4,)",
         ),
-        ({"actions": np.zeros((0, 2))}, "actions empty"),
         ({"rewards": None}, "rewards 4"),
         ({"rewards": np.zeros(5)}, "rewards 4 shape (5,)"),
         (
@@ -347,15 +345,6 @@ def test_bad_content_names_file_episode_and_key(tmp_path, changes, message):
 def test_bad_metadata_is_one_clear_error(tmp_path, metadata, message):
     with pytest.raises(DatasetError, match=mentions(message)):
         read_dataset(write_raw(tmp_path / "bad-v0", metadata))
-
-
-@pytest.mark.parametrize("keep", [0.02, 0.5, 0.95])
-def test_a_truncated_main_file_is_one_clear_error(tmp_path, keep):
-    path = write_raw(tmp_path / "cut-v0") / "data" / "main_data.hdf5"
-    content = path.read_bytes()
-    path.write_bytes(content[: int(keep * len(content))])
-    with pytest.raises(DatasetError, match=mentions("main_data.hdf5 truncated")):
-        read_dataset(tmp_path / "cut-v0")
 
 
 def test_a_dataset_without_metadata_names_what_is_there(tmp_path):

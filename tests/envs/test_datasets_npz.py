@@ -240,15 +240,12 @@ def test_images_that_are_left_out_are_named(tmp_path, caplog):
 # -- bad files ------------------------------------------------------------------------------------------
 
 BAD_OGBENCH = [
-    ({"actions": np.zeros((10, 2))}, "actions 11 (10, 2)"),
-    ({"actions": np.full((11, 2), np.nan)}, "actions finite"),
     ({"observations": np.zeros((11, 4, 4, 3), np.uint8)}, "observations shape (N, D)"),
     ({"observations": np.zeros((0, 3))}, "observations"),
     ({"terminals": np.zeros(11)}, "terminals 1"),
     ({"terminals": np.full(11, 2)}, "terminals 0 1 2"),
     ({"terminals": np.ones(11)}, "terminals 0"),
     ({"terminals": np.ones((11, 2))}, "terminals shape (11,) (11, 2)"),
-    ({"actions": np.array([["a", "b"]] * 11)}, "actions <U1"),
 ]
 BAD_DPPO = [
     ({"traj_lengths": np.array([4, 2])}, "traj_lengths 11 states 6"),
@@ -258,7 +255,6 @@ BAD_DPPO = [
     ),
     ({"traj_lengths": np.array([4.5, 6.5])}, "traj_lengths 0"),
     ({"states": np.zeros((11, 4))}, "states 3 (11, 4)"),
-    ({"actions": np.zeros((10, 2))}, "actions 11"),
     ({"rewards": np.zeros((11, 2))}, "rewards shape (11) (11, 2)"),
     ({"states": np.full((11, 3), np.inf)}, "observations finite"),
     ({"terminals": np.ones(11)}, "terminated"),
@@ -275,16 +271,6 @@ def test_bad_content_names_file_and_key(tmp_path, write, changes, message):
     with pytest.raises(DatasetError, match=mentions(message)) as error:
         read_dataset(write(tmp_path / "bad.npz", **changes))
     assert ".npz: " in str(error.value)
-
-
-@pytest.mark.parametrize("write", [write_ogbench, write_dppo])
-@pytest.mark.parametrize("keep", [0.05, 0.5, 0.95])
-def test_a_truncated_archive_is_one_clear_error(tmp_path, write, keep):
-    path = write(tmp_path / "cut.npz")
-    content = path.read_bytes()
-    path.write_bytes(content[: int(keep * len(content))])
-    with pytest.raises(DatasetError, match=mentions("cut.npz readable truncated")):
-        read_dataset(path)
 
 
 @pytest.mark.parametrize("write", [write_ogbench, write_dppo])

@@ -11,7 +11,7 @@ from messages import mentions
 from envs.engine.vector import ChunkVector
 from envs.make import env
 from envs.tasks.robosuite.reference_stepper import RobosuiteStepper, make_robosuite
-from policies.errors import CapabilityError, ConfigError, MissingExtraError
+from policies.errors import CapabilityError, MissingExtraError
 
 NAMES = ("lift", "can", "square", "transport")
 STEPS = 6
@@ -163,15 +163,6 @@ def test_it_says_that_it_cannot_save(lift: ChunkVector) -> None:
         lift.state_dict()
     with pytest.raises(CapabilityError, match=mentions("env.engine=fast")):
         stepper_of(lift).get_state()
-
-
-def test_values_outside_their_range_are_refused() -> None:
-    with pytest.raises(ConfigError, match=mentions("env.object_layout v15 v141 v14")):
-        env("can", object_layout="v14")
-    with pytest.raises(ConfigError, match=mentions("env.engine mjx fast robosuite")):
-        env("lift", engine="mjx")
-    with pytest.raises(ConfigError, match=mentions("env.max_episode_steps 1 0")):
-        env("square", max_episode_steps=0)
 
 
 def test_a_missing_simulator_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

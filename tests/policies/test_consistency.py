@@ -228,18 +228,3 @@ def test_other_samplers_and_other_processes_are_refused() -> None:
     for process in (RectifiedFlow(), Edm()):
         with pytest.raises(ConfigError, match=mentions("sampler=consistency process=consistency process=")):
             small_policy(process, Renoise())
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Consistency(num_levels=1), "process.num_levels 2 1"),
-        (lambda: Consistency(huber=0.0), "process.huber 0 0.0"),
-        (lambda: Consistency(noise_min=0.0), "process.noise_min 0 0.0"),
-        (lambda: Renoise(steps=0), "sampler.steps 1"),
-        (lambda: Renoise(start_noise=-1.0), "sampler.start_noise 0"),
-    ],
-)
-def test_bad_settings_are_named(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ConfigError, match=mentions(message)):
-        make()

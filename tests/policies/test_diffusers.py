@@ -85,11 +85,6 @@ def test_every_scheduler_finds_a_gaussian_target(scheduler: str) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda: Diffusers(scheduler="DDPMScheduler"),
-            "DDIMScheduler DDPMScheduler",
-        ),
-        (lambda: Diffusers(steps=0), "sampler.steps 1 0"),
         (lambda: Diffusers().table(Edm()), "sampler=diffusers process=diffusion"),
         (lambda: Diffusers().table(RectifiedFlow()), "process=flow"),
         (

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from messages import mentions
 from plain_transformer import PlainTransformer
 from small_backbones import COND, CONFIGS, assert_same, build, gradients, inputs
 
@@ -101,21 +100,9 @@ def test_a_time_for_every_action_and_tokens_are_refused() -> None:
         net.config.build((5, 3), COND, token_dim=3)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"width": 6, "heads": 4}, "backbone.heads must be a divisor of backbone.width=6 .*; got 4"),
-        ({"width": 7, "heads": 7}, "backbone.width must be even and at least 4; got 7"),
-        ({"width": 2, "heads": 2}, "backbone.width must be even and at least 4; got 2"),
-        ({"depth": 0}, "backbone.depth must be at least 1; got 0"),
-        ({"memory_depth": -1}, "backbone.memory_depth must be at least 0; got -1"),
-        ({"obs_tokens": 0}, "backbone.obs_tokens must be at least 1; got 0"),
-        ({"dropout": 1.5}, r"backbone.dropout must be in \[0, 1\); got 1.5"),
-    ],
-)
-def test_impossible_configurations_are_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        DpTransformerConfig(**fields)
+def test_heads_must_divide_the_width() -> None:
+    with pytest.raises(ConfigError, match=mentions("backbone.heads backbone.width=6 4")):
+        DpTransformerConfig(width=6, heads=4)
 
 
 def test_a_condition_that_cannot_be_cut_or_stays_unseen_is_refused() -> None:

@@ -20,7 +20,6 @@ from policies.backbones.mlp import MlpConfig
 from policies.backbones.switched import SwitchedField
 from policies.backbones.transformer import TransformerConfig
 from policies.backbones.unet1d import Unet1dConfig
-from policies.errors import ConfigError
 from policies.networks.energy import EnergyField
 from policies.processes.energy import ScoreEnergy
 from policies.protocols import Cond
@@ -208,16 +207,3 @@ def test_both_modes_are_learned_and_ranked_above_what_lies_between(form: str) ->
         right = energy(sign * level, sign * level)
         for wrong in (energy(0 * level, 0 * level), energy(level, -level), energy(1.5 * level, 1.5 * level)):
             assert (right < wrong).float().mean() > CLEARLY
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: ScoreEnergy(form="sq"), "form must be one of dot, dae; got 'sq'"),
-        (lambda: ScoreEnergy(prediction="x0"), "prediction must be .*eps; got 'x0'"),
-        (lambda: ScoreEnergy(num_levels=1), "num_levels must be at least 2"),
-    ],
-)
-def test_bad_settings_are_named(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make()

@@ -282,20 +282,3 @@ def test_a_normalisation_whose_gradients_would_be_wrong_is_refused(objective: st
 def test_samplers_of_local_predictions_are_refused(sampler: str) -> None:
     with pytest.raises(ConfigError, match=f"sampler={sampler} .*process=meanflow"):
         small_policy(MeanFlow(), registry.lookup("sampler", sampler)())
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: FlowMap(objective="ctm"), "objective must be one of psd, lsd, esd, mf; got 'ctm'"),
-        (lambda: FlowMap(time_scale=0.0), "time_scale must be above 0"),
-        (lambda: FlowMap(time_density="cosine"), "time_density must be one of"),
-        (lambda: MeanFlow(flow_share=1.0), r"flow_share must be in \(0, 1\); got 1.0"),
-        (lambda: MeanFlow(flow_share=0.0), r"flow_share must be in \(0, 1\)"),
-        (lambda: MeanFlow(weight_power=-1.0), "weight_power must be at least 0"),
-        (lambda: MeanFlow(weight_offset=0.0), "weight_offset must be above 0"),
-    ],
-)
-def test_bad_settings_are_named(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make()

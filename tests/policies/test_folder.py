@@ -22,7 +22,6 @@ from policies.composition.compose import compose
 from policies.errors import CheckpointError, ConfigError, MissingExtraError
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
-from policies.processes.gaussian import GaussianProcess
 from policies.storage import atomic_write, policy_folder
 from policies.storage.policy_folder import load_policy, save_policy
 
@@ -158,50 +157,10 @@ def test_a_foreign_directory_is_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.tex").read_text() == "precious"
 
 
-def edited(directory: Path, **changes: object) -> Path:
-    save_policy(small_policy(), directory)
-    data = json.loads((directory / "config.json").read_text()) | changes
-    (directory / "config.json").write_text(json.dumps(data))
-    return directory
-
-
-def test_configurations_that_lie_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=mentions("config.json")):
-        load_policy(tmp_path)
-    with pytest.raises(CheckpointError, match=mentions("config.json format 1 99")):
-        load_policy(edited(tmp_path / "a", format=99))
-    with pytest.raises(CheckpointError, match=mentions("shape")):
-        load_policy(edited(tmp_path / "b", obs_dim=7))
-    evil = {"process": {"name": "os.system"}, "backbone": {"name": "mlp"}, "sampler": {"name": "ddpm"}}
-    with pytest.raises(CheckpointError, match=mentions("os.system")):
-        load_policy(edited(tmp_path / "c", parts=evil))
-    with pytest.raises(CheckpointError, match=mentions("missing parts")):
-        directory = edited(tmp_path / "d")
-        data = json.loads((directory / "config.json").read_text())
-        del data["parts"]
-        (directory / "config.json").write_text(json.dumps(data))
-        load_policy(directory)
-    (tmp_path / "d" / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=mentions("config.json JSON")):
-        load_policy(tmp_path / "d")
-
-
-def test_damaged_or_missing_weights_are_refused(tmp_path: Path) -> None:
-    weights = save_policy(small_policy(), tmp_path / "policy") / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-40])
-    with pytest.raises(CheckpointError, match=mentions("damaged")):
-        load_policy(tmp_path / "policy")
-    weights.unlink()
+def test_missing_weights_are_refused(tmp_path: Path) -> None:
+    (save_policy(small_policy(), tmp_path / "policy") / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=mentions("missing")):
         load_policy(tmp_path / "policy")
-
-
-def test_weights_of_another_network_are_refused_by_name(tmp_path: Path) -> None:
-    save_policy(small_policy(), tmp_path / "a")
-    save_policy(small_policy(GaussianProcess()), tmp_path / "b")
-    (tmp_path / "a" / "model.safetensors").write_bytes((tmp_path / "b" / "model.safetensors").read_bytes())
-    with pytest.raises(CheckpointError, match=mentions("missing field")):
-        load_policy(tmp_path / "a")
 
 
 @pytest.mark.parametrize(

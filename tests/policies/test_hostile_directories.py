@@ -112,6 +112,7 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a long text": (lambda d: d["normalizer"].update(state="x" * 2000), "1000"),
     "an unknown mode": (lambda d: d["normalizer"].update(state="eval"), "normalizer eval"),
     "an unknown key": (lambda d: d.update(__class__="os.system"), "__class__"),
+    "no parts": (lambda d: d.pop("parts"), "missing parts"),
     "an unknown part": (lambda d: d["parts"].update(hook={"name": "x"}), "parts objects"),
     "an unknown name": (lambda d: d["parts"]["process"].update(name="nothing"), "process nothing"),
     "a dotted path": (lambda d: d["parts"]["process"].update(name="os.system"), "process"),

@@ -543,9 +543,3 @@ def test_a_normaliser_that_divides_by_zero_is_refused(tmp_path: Path) -> None:
 def test_a_sampler_of_another_process_is_refused(tmp_path: Path) -> None:
     with pytest.raises((CapabilityError, ConfigError), match=mentions("sampler=ddim process=diffusion")):
         imported(reinflow("reinflow_reflow_loss"), tmp_path, sampler=DDIM(steps=2))
-
-
-@pytest.mark.parametrize("size", ["obs_steps", "action_dim", "horizon", "act_steps"])
-def test_sizes_must_be_positive(size: str) -> None:
-    with pytest.raises(ConfigError, match=mentions(f"source.{size} 1 0")):
-        DppoSource(**{size: 0})

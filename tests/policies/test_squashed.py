@@ -70,8 +70,6 @@ def test_deviations_stay_within_the_limits_of_the_process() -> None:
     ("key", "make"),
     [
         ("process.min_log_std", lambda: TanhGaussianProcess(min_log_std=2.0)),
-        ("process.edge", lambda: TanhGaussianProcess(edge=1.0)),
-        ("sampler.temperature", lambda: Squashed(temperature=1.5)),
         ("sampler=squashed", lambda: policy().with_sampler(Mean())),
     ],
 )

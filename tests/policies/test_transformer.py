@@ -157,20 +157,8 @@ def test_tokens_that_are_missing_or_not_expected_are_refused() -> None:
         build("dit").bind(cond, torch.zeros(1))
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"width": 0}, "backbone.width must be at least 1; got 0"),
-        ({"depth": 0}, "backbone.depth must be at least 1; got 0"),
-        ({"ffn_ratio": 0}, "backbone.ffn_ratio must be at least 1; got 0"),
-        ({"width": 12, "heads": 5}, r"a divisor of backbone.width=12 \(one of 1, 2, 3, 4, 6, 12\); got 5"),
-        ({"heads": 0}, "backbone.heads must be at least 1; got 0"),
-        ({"time_dim": 7}, "backbone.time_dim must be even and at least 4; got 7"),
-        ({"time_dim": 2}, "backbone.time_dim must be even and at least 4; got 2"),
-        ({"dropout": 1.0}, r"backbone.dropout must be in \[0, 1\); got 1.0"),
-        ({"dropout": -0.1}, r"backbone.dropout must be in \[0, 1\); got -0.1"),
-    ],
-)
-def test_impossible_configurations_are_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        TransformerConfig(**fields)
+def test_heads_must_divide_the_width() -> None:
+    with pytest.raises(
+        ConfigError, match=r"a divisor of backbone.width=12 \(one of 1, 2, 3, 4, 6, 12\); got 5"
+    ):
+        TransformerConfig(width=12, heads=5)

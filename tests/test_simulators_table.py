@@ -73,6 +73,7 @@ def test_nothing_is_timed_where_the_sides_differ() -> None:
 def test_unknown_names_are_answered_with_the_known_ones(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("benchmarks.options.describe_environment", lambda: {"commit": "0a1b2c3d"})
     monkeypatch.setattr(sys, "argv", ["simulators", "hopper", "hoper"])
     with pytest.raises(SystemExit):
         simulators.main()

@@ -55,6 +55,7 @@ def test_what_a_study_has_now_is_chosen() -> None:
 def test_what_is_reported_and_what_is_unknown_are_refused(
     words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("benchmarks.options.describe_environment", lambda: {"commit": "0a1b2c3d"})
     monkeypatch.setattr(sys, "argv", ["tuning", *words])
     with pytest.raises(SystemExit):
         tuning.main()

@@ -11,7 +11,7 @@ seed begin with the same clones under one root; where rows were given clones or 
 page says which. Those that learn an actor from data alone are compared with a clone of that actor. One
 process and one thread train a run, without evaluations on the way; checkpoints are played afterwards. Each
 run leaves one JSON file in docs/results/table/; a run whose file is there is not repeated, one that was
-stopped goes on. A working copy with changes is refused.
+stopped goes on.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from typing import Any
 
 import burnish
 from algos.training.metrics import read_jsonl
-from algos.training.provenance import describe_environment
 from algos.training.run_directory import RunDirectory
 from assets import path as asset_path
 from benchmarks import pages
@@ -273,8 +272,6 @@ def main() -> None:
         known = list(CHOSEN[options.task])
         if unknown := set(options.methods or known) - set(known):
             parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-        if str(commit := describe_environment()["commit"]).endswith("-dirty"):
-            raise SystemExit(f"rows name a commit; this working copy has changes on top of {commit}")
         methods = options.methods or known
         run_all(options.task, methods, options.seeds, options.root, options.jobs, options.dataset)
     print(f"written: {table_page.report(PAGE)}")

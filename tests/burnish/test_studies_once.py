@@ -13,6 +13,7 @@ from messages import mentions
 import burnish
 from algos.offline.config import plain_actor
 from algos.rebrac import RebracConfig
+from benchmarks.options import study_parser
 from benchmarks.studies import learning
 from benchmarks.studies.offline import correction_of
 from benchmarks.studies.offline_data import settings_of
@@ -38,10 +39,27 @@ TINY = (
 def test_a_study_names_the_runs_that_it_has(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("benchmarks.options.describe_environment", lambda: {"commit": "0a1b2c3d"})
     monkeypatch.setattr("sys.argv", ["learning", "avoid", "--algos", "dppo,mine"])
     with pytest.raises(SystemExit):
         learning.main()
     assert "unknown: mine; avoid has dppo, ppo" in capsys.readouterr().err
+
+
+def test_a_study_measures_nothing_in_a_working_copy_with_changes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its rows would name code that nobody can check out; a page of kept rows is written all the same."""
+    parser = study_parser("A study.")
+    for commit, words in (("0a1b2c3d", []), ("0a1b2c3d-dirty", ["--report"]), (None, [])):
+        monkeypatch.setattr(
+            "benchmarks.options.describe_environment", lambda commit=commit: {"commit": commit}
+        )
+        assert parser.parse_args(words).report == bool(words)
+    monkeypatch.setattr("benchmarks.options.describe_environment", lambda: {"commit": "0a1b2c3d-dirty"})
+    with pytest.raises(SystemExit):
+        parser.parse_args([])
+    assert "commit first" in capsys.readouterr().err
 
 
 def test_demonstrations_are_recorded_once(tmp_path: Path) -> None:

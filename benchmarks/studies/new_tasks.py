@@ -130,8 +130,9 @@ def report() -> Path:
 INTRODUCTION = """`python -m benchmarks.studies.new_tasks`: tasks without an experiment. A policy is cloned
 from few demonstrations and fine-tuned, both as `experiment=auto` chooses; nothing else is set. Clone and
 tuned policy play the same 100 episodes. Demonstrations of Reacher and Pusher come from a policy of PPO,
-stopped early; those of the Adroit door are human ([how a clone fares](door.md)); the others are those of the
-task's expert. *Steps* are control steps of fine-tuning."""
+stopped early; those of the Adroit door are human, and its clones differ much between seeds
+([how clones fare](door.md)); the others are those of the task's expert. *Steps* are control steps of
+fine-tuning."""
 COLUMNS = (
     *("task", "demonstrations", "algorithm", "seed"),
     *("clone", "tuned", "paired difference", "steps", "wall"),

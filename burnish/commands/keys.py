@@ -56,7 +56,8 @@ Every key of every command and of every part, once, with its type, range and def
 `python -m burnish.commands.keys` from the dataclasses, the only home of defaults and explanations; a test
 compares the two. What the keys of an algorithm mean together is on its page ([BC](algorithms/bc.md),
 [DPPO](algorithms/dppo.md), [PPO](algorithms/ppo.md)); how keys are written is in [cli.md](cli.md). An
-experiment changes defaults: `--cfg job` prints what a command would take.
+experiment changes defaults: `--cfg job` prints what a command would take. What `experiment=auto` chooses from
+the data is in the log and in the run's `config.yaml`.
 """
 
 READERS = """\

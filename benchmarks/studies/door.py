@@ -73,8 +73,8 @@ def run_one(steps: int, seed: int, *, dataset: str, root: Path, workers: int) ->
 INTRODUCTION = f"""`python -m benchmarks.studies.door --dataset door-human.hdf5`: 25 demonstrations of people
 who opened the Adroit door, cloned by diffusion with x0 prediction on chunks of 8 steps
 (`{" ".join(RECIPE)}`), with few gradient steps and with as many as `experiment=auto` chooses (`algo.steps`).
-What else was tried is told [elsewhere](../new_task.md#few-demonstrations-of-people); this recipe was chosen
-there with training seeds 0 to 2, on the first 50 episodes from drawn starts.
+[What follows](../new_task.md#few-demonstrations-of-people). The recipe was chosen with training seeds 0 to 2,
+on the first 50 episodes from drawn starts.
 
 - *replay*: the recorded actions, open loop, each demonstration from its own start. They were recorded with an
   older simulator.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,21 @@ def demonstrations(
         values: dict[str, Any] = {"first_seed": first_seed(seed), "noise": noise, "out": str(path)}
         burnish.collect(*options, env=env, episodes=episodes, **values)
     return path
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the policy of a task is cloned, from demonstrations of its seed."""
+
+    demonstrations: int
+    overrides: tuple[str, ...]
+
+    def cloned(self, task: str, seed: int, root: Path) -> str:
+        """Record and clone what is not there; returns the run."""
+        path, run = root / f"{task}-demonstrations-seed{seed}.hdf5", root / f"{task}-seed{seed}"
+        demos = demonstrations(path, task, self.demonstrations, seed=seed)
+        trained(run, *self.overrides, dataset=str(demos), seed=seed)
+        return str(run)
 
 
 def with_own_episodes(path: Path, demos: Path, run: Path, episodes: int, *, first: int) -> Path:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from algos.training.run_directory import RunDirectory
 from benchmarks import pages
 from benchmarks.options import study_parser
 from benchmarks.studies import once
@@ -38,20 +39,20 @@ SHAPE = ("policy.horizon=8", "policy.act_steps=2", "process.num_levels=100")
 """Chunks of which most is left after a decision, and the hundred levels of Diffusion Policy."""
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How the policy of a task is cloned."""
-
-    demonstrations: int
-    overrides: tuple[str, ...]
-
-
 RECIPES = {
-    "avoid": Recipe(
-        300, ("experiment=avoid_bc", "algo.steps=28000", "algo.batch_size=256", "process.prediction=x0")
+    "avoid": once.Recipe(
+        300,
+        ("experiment=avoid_bc", "algo.steps=28000", "algo.batch_size=256", "process.prediction=x0", *SHAPE),
     ),
-    "cube-single": Recipe(
-        50, ("experiment=cube_single_bc", "algo.steps=10000", "algo.batch_size=128", "backbone.width=256")
+    "cube-single": once.Recipe(
+        50,
+        (
+            "experiment=cube_single_bc",
+            "algo.steps=10000",
+            "algo.batch_size=128",
+            "backbone.width=256",
+            *SHAPE,
+        ),
     ),
 }
 
@@ -125,19 +126,11 @@ def measure(task: str, seed: int, path: str, workers: int) -> Path:
         print(f"{task} seed {seed}: {variant.name}: {100 * share:.0f} % at {calls:.1f} calls", flush=True)
     content = {
         "task": task, "seed": seed, "label": found.label,
+        "configuration": None if found.run is None else pages.configuration(RunDirectory(found.run)),
         "policy": f"{pages.describe(policy)}, Ta = 1",
         "variants": rows,
     }  # fmt: skip
     return pages.keep("warm_start", f"{task}-seed{seed}", content)
-
-
-def cloned(task: str, seed: int, root: Path) -> str:
-    """Clone the policy of a task by its recipe, unless it is there; returns the run."""
-    recipe, run = RECIPES[task], root / f"{task}-seed{seed}"
-    path = root / f"{task}-demonstrations-seed{seed}.hdf5"
-    demos = once.demonstrations(path, task, recipe.demonstrations, seed=seed)
-    once.trained(run, *recipe.overrides, *SHAPE, dataset=str(demos), seed=seed)
-    return str(run)
 
 
 # -- report ---------------------------------------------------------------------------------------------
@@ -206,7 +199,7 @@ def main() -> None:
         task, _, paths = text.partition("=")
         chosen = list(enumerate(paths.split(","))) if paths else [(seed, None) for seed in options.seeds]
         for seed, path in chosen:
-            place = cloned(task, seed, options.root) if path is None else path
+            place = RECIPES[task].cloned(task, seed, options.root) if path is None else path
             print(f"written: {measure(task, seed, place, options.workers)}", flush=True)
     print(f"written: {report()}")
 

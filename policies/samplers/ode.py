@@ -192,7 +192,7 @@ class Heun(SmoothRules):
     """Second order by a corrector (arXiv 2206.00364, algorithm 1), two evaluations per step but the last."""
 
     def over(self, process: GaussianPath, times: Sequence[float]) -> StepTable:
-        rows = _Rows(process)
+        rows = _Rows(process, times)
         for t, t_next in pairwise(times):
             rows.add(t, ends=t_next)
             if t_next < 1:
@@ -205,11 +205,11 @@ class Heun(SmoothRules):
 class Midpoint(SmoothRules):
     """Second order by a half step (DPM-Solver-2, arXiv 2206.00927; EDM's `dpm_2`), two evaluations per step.
 
-    The midpoint is the geometric mean of the noise levels, or the mean of times on a path from noise alone.
+    The midpoint is the geometric mean of the noise levels, or of the times on a linear path or from noise alone.
     """
 
     def over(self, process: GaussianPath, times: Sequence[float]) -> StepTable:
-        rows = _Rows(process)
+        rows = _Rows(process, times)
         for t, t_next in pairwise(times):
             middle = rows.middle(t, t_next)
             rows.add(t, ends=t_next if middle is None else middle)
@@ -247,16 +247,17 @@ class DPMpp2M(SmoothRules):
 class _Rows:
     """Accumulate the evaluations of a multi-stage method.
 
-    On a path from noise alone, such as a linear one, slopes are dy/ds of y = x / (alpha + sigma) with
+    On a linear path, and from a state of noise alone, slopes are dy/ds of y = x / (alpha + sigma) with
     s = sigma / (alpha + sigma); elsewhere of y = x / alpha with s = sigma / alpha. With w = 1 or 0 both are
 
         y = (1 - w s) x0 + s eps,    dy/ds = eps - w x0
     """
 
-    def __init__(self, process: GaussianPath) -> None:
+    def __init__(self, process: GaussianPath, times: Sequence[float]) -> None:
         self.process = process
-        alpha, sigma = process.alpha_sigma(torch.zeros((), dtype=torch.float64))
-        self.w = 1.0 if float(alpha) < _ROUNDING * float(sigma) else 0.0
+        alpha, sigma = process.alpha_sigma(torch.tensor(times[0], dtype=torch.float64))
+        is_noise = float(alpha) < _ROUNDING * float(sigma)
+        self.w = 1.0 if is_noise or isinstance(process, LinearPath) else 0.0
         self.times: list[float] = []
         self.to: list[tuple[float, float]] = []
         self.memory: list[tuple[float, float, float]] = []

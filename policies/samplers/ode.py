@@ -205,7 +205,8 @@ class Heun(SmoothRules):
 class Midpoint(SmoothRules):
     """Second order by a half step (DPM-Solver-2, arXiv 2206.00927; EDM's `dpm_2`), two evaluations per step.
 
-    The midpoint is the geometric mean of the noise levels, or of the times on a linear path or from noise alone.
+    The midpoint is the geometric mean of the noise levels; on a linear path or from noise alone, the mean of
+    the times.
     """
 
     def over(self, process: GaussianPath, times: Sequence[float]) -> StepTable:

@@ -124,6 +124,11 @@ def success(successes: ArrayLike) -> str:
     return percent(success_rate(successes))
 
 
+def digest(row: Mapping[str, Any]) -> str:
+    """Write the digest of a row's data; rows without a configuration, which are earlier, have the file's."""
+    return f"SHA-256{' of its contents' * ('configuration' in row)} `{row['dataset']['sha256']}`"
+
+
 def percent(interval: Interval) -> str:
     """Write a share and its interval in percent."""
     return estimate(interval, ".0f", scale=100, unit=" %", to="–")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from benchmarks.studies import contained
 from benchmarks.studies.contained import best_of, first_successes
 
 
@@ -32,3 +35,15 @@ def test_the_best_of_few_noises_is_part_of_what_was_found() -> None:
     assert [best_of(counted, count).sum() for count in (1, 2, 3, 32)] == [1, 2, 3, 3]
     returns = {"returns": [[1.0, 5.0], [4.0, 2.0], [3.0, 9.0]]}
     assert best_of(returns, 2).tolist() == [4.0, 5.0] and best_of(returns, 32).tolist() == [4.0, 9.0]
+
+
+def test_clones_that_are_not_those_of_dsrl_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {"avoid": [1, 1], "can-varied": [1, 0]}
+    monkeypatch.setattr(
+        contained,
+        "load",
+        lambda name: {"dsrl": [{"seed": 0, "before": {"success": before[name]}}]},
+    )
+    found = {name: [{"seed": 0, "first_success": [1, 3]}] for name in before}
+    assert contained.made_anew(found) == " Those of `avoid` are made anew by the same recipe."
+    assert contained.made_anew({"can-varied": found["can-varied"]}) == ""

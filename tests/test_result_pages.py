@@ -87,6 +87,26 @@ def test_a_difference_of_few_episodes_says_nothing_and_of_unequal_ones_is_left_o
     assert not list(offline_page.differences({"bc": runs(1.0), "iql": runs(3.0, 4.0)}))
 
 
+def test_the_best_checkpoint_is_not_judged_by_the_episodes_that_chose_it() -> None:
+    protocol = {"env": {"reference_scores": [0.0, 100.0]}}
+    lucky = {"last": {"return": [10.0] * 20}, "best": {"return": [90.0] * 10 + [20.0] * 10}}
+    run = {"seed": 0, "steps": 1, "protocol": protocol, "evaluations": lucky}
+    _, best = offline_page.rows_of("iql", [run])
+    assert "| best | 1 | 1 | 20.0 (20.0 to 20.0) |" in best
+    scores = offline_page.scores([run, run | {"evaluations": {"last": lucky["last"]}}], "best")
+    assert scores is not None and scores.shape == (2, 10) and scores[1].max() == 10.0
+    few = {"last": {"return": [10.0] * 10}, "best": {"return": [90.0] * 10}}
+    assert (
+        len(list(offline_page.rows_of("iql", [run | {"evaluations": few}]))) == 1
+    )  # nothing is left to judge
+
+
+def test_a_digest_says_what_it_is_of() -> None:
+    row = {"dataset": {"sha256": "abc"}}
+    assert pages.digest(row) == "SHA-256 `abc`"
+    assert pages.digest(row | {"configuration": {}}) == "SHA-256 of its contents `abc`"
+
+
 def test_a_page_says_which_code_cannot_be_checked_out() -> None:
     assert pages.about_commits(measured("a" * 40)) == ""
     lost = pages.NOT_IN_HISTORY[0]

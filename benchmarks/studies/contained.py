@@ -24,6 +24,7 @@ from benchmarks import pages
 from benchmarks.options import study_parser
 from benchmarks.studies.definitions import STUDIES
 from benchmarks.studies.learning import demonstrations, recipe
+from benchmarks.studies.learning_page import load
 from benchmarks.studies.once import trained
 from benchmarks.studies.rows import describe_dataset
 from burnish.runs.locate import locate
@@ -106,9 +107,9 @@ def report() -> Path:
     lines = [
         "# What a frozen policy contains", "",
         "`python -m benchmarks.studies.contained <study>`: the clones that DSRL steers in the study of "
-        "learning, as they are, on the start states that it is evaluated on. Of the best of so many "
-        "streams of noise per start: how many starts are solved at all, or the mean of the best returns. "
-        "Steering, which chooses at every decision, may find more than so few streams do. "
+        f"learning, as they are, on the start states that it is evaluated on.{made_anew(found)} Of the best "
+        "of so many streams of noise per start: how many starts are solved at all, or the mean of the best "
+        "returns. Steering, which chooses at every decision, may find more than so few streams do. "
         f"{pages.INTERVALS}", "",
         *pages.table(
             ("study", "seed", *(f"best of {count}" for count in COUNTS)),
@@ -118,6 +119,17 @@ def report() -> Path:
         f"The numbers of every start are in `{PAGE}/`.{pages.about_commits(everything)}",
     ]  # fmt: skip
     return pages.write(PAGE, lines)
+
+
+def made_anew(found: dict[str, list[dict[str, Any]]]) -> str:
+    """Say in which studies DSRL steered other clones: they end the same episodes otherwise."""
+    names = []
+    for name, runs in found.items():
+        steered = {run["seed"]: run["before"][STUDIES[name].quantity] for run in load(name).get(ALGO, [])}
+        pairs = [(best_of(run, 1), steered[run["seed"]]) for run in runs if run["seed"] in steered]
+        if not all(np.allclose(*pair, atol=1e-5) for pair in pairs):
+            names.append(f"`{name}`")
+    return f" Those of {', '.join(names)} are made anew by the same recipe." if names else ""
 
 
 def _rows(name: str, runs: list[dict[str, Any]]) -> Iterator[list[str]]:

@@ -196,13 +196,14 @@ def _data(study: Study, found: dict[str, list[dict[str, Any]]]) -> str:
             f"Every seed clones from {study.demonstrations} episodes of its own, recorded from the task's "
             f"demonstrator{_noise(study)}."
         )
-    files = {c["dataset"]["sha256"]: c["dataset"] for runs in found.values() for c in runs}
+    files = {c["dataset"]["sha256"]: c for runs in found.values() for c in runs}
     return (
         "Cloned from "
         + "; ".join(
             f"`{d['name']}` ({d['episodes']} episodes, {d['steps']:,} steps, mean return "
-            f"{d['mean_return']:.0f}; SHA-256 `{sha}`)"
-            for sha, d in files.items()
+            f"{d['mean_return']:.0f}; {pages.digest(row)})"
+            for row in files.values()
+            for d in (row["dataset"],)
         )
         + (f". {study.origin}" if study.origin else ".")
     )

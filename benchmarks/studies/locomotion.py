@@ -140,7 +140,7 @@ def report() -> Path:
 
 def _about(data: str, run: dict[str, Any]) -> str:
     told, reference = run["dataset"], next(iter(run["acting"].values()))["protocol"]["env"]
-    said = f"`{told['name']}`, SHA-256 `{told['sha256']}`"
+    said = f"`{told['name']}`, {pages.digest(run)}"
     if data == DATA[data]:
         said = (
             f"`burnish collect env={data} noise={NOISE} episodes={RECORDED} "

@@ -38,7 +38,7 @@ from algos.training.metrics import read_jsonl
 from algos.training.resume_checks import digest_of
 from benchmarks import pages
 from benchmarks.options import study_parser, words
-from benchmarks.studies.offline_data import BASES, DATA, RATED, dataset_of, settings_of
+from benchmarks.studies.offline_data import BASES, DATA, JUDGED, RATED, dataset_of, settings_of
 from benchmarks.studies.offline_page import report
 from benchmarks.studies.once import trained
 from benchmarks.studies.rows import EPISODES, busy, describe_dataset, episode_columns
@@ -68,13 +68,13 @@ def run_one(name: str, algo: str, seed: int, options: argparse.Namespace) -> Pat
     if base:
         cloned = folder / f"{base}-seed{seed}"
         trained(cloned, f"experiment={task}_{BASES[base]}", **values)
-        run = trained(place, *settings, episodes=10, init=str(cloned), **values)
+        run = trained(place, *settings, episodes=JUDGED, init=str(cloned), **values)
         policies = {"cloned": _policy(cloned, "last"), "last": _policy(place, "last")}
     elif DATA[name].is_mixed:
-        run = trained(place, *settings, episodes=10, **values)
+        run = trained(place, *settings, episodes=JUDGED, **values)
         policies = {"last": _policy(place, "last")}
     else:
-        run = trained(place, *settings, episodes=10, **values)
+        run = trained(place, *settings, episodes=JUDGED, **values)
         actor = _policy(place, "last")
         corrected = correction_of(folder, seed, actor)
         steps = f"algo.steps={CORRECTION_STEPS}"

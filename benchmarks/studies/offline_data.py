@@ -18,6 +18,7 @@ BASES = {"flow": "study_flow_bc", "diffusion": "study_bc"}  # experiments that c
 STEPS = 100_000  # gradient steps, unless others are asked for
 COLLECTED = 100  # episodes of a dataset that the study records itself
 RATED = 100  # actions of which the time is measured
+JUDGED = 10  # episodes of an evaluation on the way: the first ones of the last evaluation
 PLAIN = (
     "algo=bc", "algo.batch_size=256", "algo.lr=3e-4", "algo.min_lr=3e-4", "algo.warmup_steps=0",
     "algo.weight_decay=0", "algo.ema_decay=0", "process=deterministic", "policy.horizon=1",

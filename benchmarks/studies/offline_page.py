@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks import pages
-from benchmarks.studies.offline_data import DATA, experiment_of
+from benchmarks.studies.offline_data import DATA, JUDGED, experiment_of
 from burnish.reports.figures import new_figure
 from envs.evaluation.comparison import FEWEST_EPISODES
 from envs.evaluation.intervals import (
+    IQM_FROM_SEEDS,
     RISK_SHARE,
     Interval,
     bootstrap_iqm,
@@ -36,7 +37,8 @@ def load(name: str) -> dict[str, list[dict[str, Any]]]:
 def scores(runs: Sequence[dict[str, Any]], variant: str) -> np.ndarray | None:
     """Return D4RL scores (S, E) of a variant, None where a seed has none.
 
-    The last checkpoint stands in for the best one of seeds where that is the last.
+    The last checkpoint stands in for the best one of seeds where that is the last. Episodes by which the best
+    one was chosen do not count for it.
     """
     found = [run["evaluations"].get(variant) for run in runs]
     if variant == "best" and any(found):
@@ -45,6 +47,10 @@ def scores(runs: Sequence[dict[str, Any]], variant: str) -> np.ndarray | None:
         return None
     random, expert = runs[0]["protocol"]["env"]["reference_scores"]
     returns = np.array([one["return"] for one in found if one])
+    if variant == "best":
+        returns = returns[:, JUDGED:]
+    if not returns.size:
+        return None
     return 100.0 * (returns - random) / (expert - random)
 
 
@@ -116,16 +122,18 @@ def report() -> Path:
     lines = [
         "# Offline learning", "",
         "`python -m benchmarks.studies.offline <data> --dataset FILE`: the experiment of the data, or else "
-        "of the task, `<task>_<algorithm>`; D4RL scores (0 random, 100 expert) with 95 % intervals over "
+        "of the task, `<task>_<algorithm>`; D4RL scores (0 random, 100 expert): their mean, from "
+        f"{IQM_FROM_SEEDS} seeds on the interquartile mean of the means of seeds, with 95 % intervals over "
         "seeds and episodes, the mean of the worst tenth of all episodes (CVaR), and the best score among "
         f"that tenth (VaR); α = {RISK_SHARE:g} of both. *Best* is the checkpoint that evaluated best on the "
-        "way, left out where that is the last of every seed; choosing it needs the simulator. *Corrected*: "
+        f"way, in the first {JUDGED} of the episodes, which do not count in its row; it is left out where "
+        "that is the last of every seed, and choosing it needs the simulator. *Corrected*: "
         "`algo=cdsa` on top. *Perturbed*: normal noise on the actions, before anything corrects them. "
         "`flow+iql` and its like: a cloned policy (*cloned*), tuned by `<task>_iql_tuning`. `@return`, "
         "`@advantage`: rows drawn by `curation.weighting`; `@top`: the tenth of the episodes that has the "
         "highest returns.", "",
-        "The second table of a dataset has paired differences: episode by episode, on the seeds that both "
-        "sides have. *Clearly* above or below means that the 95 % interval, over seeds and episodes, "
+        "The second table of a dataset has paired differences: means, episode by episode, on the seeds that "
+        "both sides have. *Clearly* above or below means that the 95 % interval, over seeds and episodes, "
         "excludes 0; of a single seed it covers episodes only, not the luck of training.",
     ]  # fmt: skip
     for name in DATA:
@@ -144,7 +152,7 @@ def section(name: str, found: dict[str, list[dict[str, Any]]]) -> list[str]:
     lines = [
         "", f"## {name}", "",
         f"`{data['name']}`: {data['episodes']} episodes, {data['steps']:,} steps, mean return "
-        f"{data['mean_return']:.0f}; SHA-256 `{data['sha256']}`. {episodes} episodes per seed{about}.",
+        f"{data['mean_return']:.0f}; {pages.digest(first)}. {episodes} episodes per seed{about}.",
         "",
     ]  # fmt: skip
     columns = ("algorithm", "checkpoint", "seeds", "gradient steps", "score", "worst tenth", "VaR")
@@ -238,7 +246,7 @@ def draw(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
                 label = algo if index == 0 else None
                 axes.plot(*np.array(points).T, color=color, marker="o", markersize=3, label=label)
         axes.set_xlabel("gradient steps")
-        axes.set_ylabel("return, 10 episodes")
+        axes.set_ylabel(f"return, {JUDGED} episodes")
         axes.set_title(title)
         axes.grid(alpha=0.3)
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -22,13 +22,15 @@ def readable(text: str) -> str:
     HTML would take such a name for a tag, and show nothing.
     """
     lines: list[str] = []
-    code = -1  # indentation of the line before a block of code
+    code, last = -1, 0  # indentation of the line before a block of code, and of the last line of text
     for line in re.sub(r"^( *)Example:$", r"\1Examples:", text, flags=re.MULTILINE).splitlines():
         indent = len(line) - len(line.lstrip())
-        if line.strip() and indent <= code:
+        if line and lines and not lines[-1] and indent >= last + 4:
+            code = last
+        elif line and indent <= code:
             code = -1
-        if code < 0:
-            code = indent if line.endswith(("::", "Examples:")) else -1
+        if line and code < 0:
+            code, last = (indent if line.endswith("Examples:") else -1), indent
             parts = re.split(r"(`[^`]*`)", line)
             parts[::2] = [re.sub(r"<(?=[a-z/])", "&lt;", part) for part in parts[::2]]
             line = "".join(parts)

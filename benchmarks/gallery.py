@@ -64,9 +64,11 @@ def page(names: Sequence[str]) -> str:
     lines = [
         "# Gallery",
         "",
-        "One episode of each task: of its expert where it has one, else of random actions. "
+        "One episode of a task: of its expert where it has one, else of random actions. "
         "[environments.md](environments.md)",
-        "describes them. `python -m benchmarks.gallery` makes pictures and page.",
+        "describes them, and those that are not drawn here (robosuite, Meta-World, Control Suite). "
+        "`python -m benchmarks.gallery`",
+        "makes pictures and page.",
         "",
         "| | | | |",
         "|---|---|---|---|",

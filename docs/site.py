@@ -7,6 +7,7 @@ page that is opened from a file can load nothing else.
 
 from __future__ import annotations
 
+import ast
 import base64
 import gzip
 import json
@@ -73,7 +74,8 @@ def on_files(files: Any, config: Any) -> Any:
     for uri, source in OUTSIDE.items():
         files.append(File.generated(config, uri, content=(ROOT / source).read_text()))
     for name, (title, patterns) in REFERENCE.items():
-        text = "\n\n".join([f"# {title}", *(f"::: {module}" for module in modules(patterns))])
+        parts = offered() if name == "interface" else [f"::: {module}" for module in modules(patterns)]
+        text = "\n\n".join([f"# {title}", *parts])
         files.append(File.generated(config, f"reference/{name}.md", content=text + "\n"))
     if has_packages():
         scripts = {name: packed(files) for name, files in PACKED.items()}
@@ -112,6 +114,19 @@ def packed(files: Mapping[str, Path]) -> str:
         for name, path in files.items()
     }
     return f"globalThis.packed = {{ ...globalThis.packed, ...{json.dumps(texts)} }};\n"
+
+
+def offered() -> list[str]:
+    """Return the parts of the page of what `import burnish` offers, and nothing else of its modules."""
+    tree = ast.parse((ROOT / "burnish" / "__init__.py").read_text())
+    plain = [one for one in tree.body if isinstance(one, ast.Assign)]
+    values = {ast.unparse(one.targets[0]): ast.literal_eval(one.value) for one in plain}
+    outside = values["_OUTSIDE_API"]
+    own = ["Run", *(name for name in values["__all__"] if name not in outside and name != "__version__")]
+    others = [
+        f"::: {place}.{name}\n    options: {{heading: burnish.{name}}}" for name, place in outside.items()
+    ]
+    return [f"::: burnish.api\n    options: {{members: {json.dumps(own)}}}", *others]
 
 
 def modules(patterns: list[str]) -> Iterator[str]:

@@ -6,21 +6,24 @@ import base64
 import gzip
 import importlib.util
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 from chromium import browser
 
+import burnish
 from benchmarks import gallery
 from policies import registry
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def _hooks() -> Any:
-    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs" / "site.py")
+def _hooks(name: str = "site") -> Any:
+    spec = importlib.util.spec_from_file_location(f"{name}_hooks", ROOT / "docs" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -58,6 +61,20 @@ def test_the_reference_is_made_of_modules_that_exist() -> None:
         for pattern in patterns:
             found = list(HOOKS.modules([pattern]))
             assert found and all((ROOT / f"{name.replace('.', '/')}.py").is_file() for name in found)
+
+
+def test_the_page_of_the_interface_has_what_the_package_offers_and_no_more() -> None:
+    page = "\n".join(HOOKS.offered())
+    named = set(re.findall(r"heading: burnish\.(\w+)", page)) | set(re.findall(r'"(\w+)"', page))
+    assert named == {*burnish.__all__, "Run"} - {"__version__"}
+
+
+def test_names_in_angle_brackets_are_not_lost_in_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "griffe", SimpleNamespace(Extension=object))
+    readable = _hooks("site_docstrings").readable
+    written = "Writes <run>/a, `<b>`; n < 3.\n\nFiles::\n\n    <c>/d\n\nIn <e>.\n\nExample:\n    >>> <f>\n"
+    shown = "Writes &lt;run>/a, `<b>`; n < 3.\n\nFiles::\n\n    <c>/d\n\nIn &lt;e>.\n\nExamples:\n    >>> <f>"
+    assert readable(written) == shown
 
 
 @pytest.mark.parametrize(

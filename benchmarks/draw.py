@@ -4,8 +4,9 @@
     python -m benchmarks.draw docs/draw/cloned      the same of the policy that is there
     python -m benchmarks.draw picture               site/draw with a drawn line, in docs/pictures
     python -m benchmarks.draw measure               how fast it is, and how near to the line, in docs/results
+    python -m benchmarks.draw --report              the page of results from what is there
 
-writes into docs; the last two need Chromium, and the page that `make site` makes.
+writes into docs; pictures and measurements need Chromium, and the page that `make site` makes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -180,13 +180,14 @@ def page(content: dict[str, Any]) -> list[str]:
     ]
 
 
-def main(arguments: Sequence[str]) -> None:
+def main() -> None:
     """Write the policy of a run, the picture, or the measurements."""
-    (what,) = arguments
+    (what,) = sys.argv[1:]
     if what == "picture":
         picture()
-    elif what == "measure":
-        measure()
+    elif what in ("measure", "--report"):
+        if what == "measure":
+            measure()
         (found,) = pages.kept("draw")
         pages.write("draw", page(found))
     else:
@@ -194,4 +195,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -1,6 +1,7 @@
 """A fleet that learns after deployment: four simulated robots on `avoid`, with kills and a cut connection.
 
     python -m benchmarks.fleet_learns [--minutes 6] [--folder DIRECTORY]
+    python -m benchmarks.fleet_learns --report      the page from what is there
 
 needs the extra `serve`. It records demonstrations and clones them, unless the folder has the clone; starts
 `burnish fleet learn` and four `burnish fleet act`; kills one robot and, later, the learner by SIGKILL and
@@ -29,7 +30,7 @@ import numpy as np
 
 import burnish
 from algos.cloning.fleet_run import EPISODES, summary
-from benchmarks.options import parser
+from benchmarks.options import study_parser
 from benchmarks.pages import RESULTS, keep, origin, record, success, table, write
 from burnish.reports.figures import new_figure
 from policies.serving.fleet import EpisodeFiles, FleetTask
@@ -254,8 +255,9 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     yield "# A fleet that learns"
     yield ""
     yield (
-        f"`python -m benchmarks.fleet_learns --minutes {found['seconds'] / 60:g}`, {os.cpu_count()} cores, "
-        f"load {found['load']:.1f}. Four simulated robots act on `avoid` with a clone of {DEMONSTRATIONS} "
+        f"`python -m benchmarks.fleet_learns --minutes {found['seconds'] / 60:g}`, "
+        f"{found['environment']['cpu_count']} cores, load {found['load']:.1f}. Four simulated robots act on "
+        f"`avoid` with a clone of {DEMONSTRATIONS} "
         "demonstrations; what they do is described in [scale](../scale.md#a-fleet-that-learns)."
     )
     yield ""
@@ -287,28 +289,34 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     yield from table(("time", "what happened"), happened)
 
 
-def main() -> None:
-    """Measure, keep, draw, write."""
-    asked = parser(__doc__)
-    asked.add_argument("--minutes", type=float, default=6.0)
-    asked.add_argument("--folder", type=Path, help="where the clone is kept; default: a temporary folder")
-    options = asked.parse_args()
+def played(kept: Path | None, seconds: float) -> dict[str, Any]:
+    """Let the fleet learn, and return what was measured; `kept` is where its clone is kept."""
     with contextlib.ExitStack() as held:
-        folder = options.folder or Path(held.enter_context(tempfile.TemporaryDirectory()))
+        folder = kept or Path(held.enter_context(tempfile.TemporaryDirectory()))
         given = cloned(folder)
         place = folder / "fleet"
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
         fleet = Fleet(place, *given)
         try:
-            play(fleet, 60 * options.minutes)
+            play(fleet, seconds)
         finally:
             for process in fleet.running.values():
                 process.kill()
-        found = measured(fleet, 60 * options.minutes)
-    keep("scale", PAGE, found)
+        return measured(fleet, seconds)
+
+
+def main() -> None:
+    """Measure and keep, unless only the page is asked for; draw, write."""
+    asked = study_parser(__doc__)
+    asked.add_argument("--minutes", type=float, default=6.0)
+    asked.add_argument("--folder", type=Path, help="where the clone is kept; default: a temporary folder")
+    options = asked.parse_args()
+    if not options.report:
+        keep("scale", PAGE, played(options.folder, 60 * options.minutes))
+    found = record("scale", PAGE)
     draw(found)
-    write(PAGE, [*lines(found), *origin("scale", record("scale", PAGE))])
+    write(PAGE, [*lines(found), *origin("scale", found)])
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +173,40 @@ def test_a_page_is_that_of_its_rows_and_a_number_changed_by_hand_is_found(tmp_pa
     wrong = [one for one in verify.verify(["lift-varied"], tmp_path, history)[0] if " lacks " not in one]
     assert any(one.startswith("lift-varied.md: line") for one in wrong)
     assert any("mean after" in one and row.name in one for one in wrong)
+
+
+def test_a_row_that_was_edited_by_hand_is_found_in_its_history(tmp_path: Path) -> None:
+    """Also when its page is written again, and the edit is committed."""
+    place = pages.RESULTS / "avoid" / "a-seed0.json"
+    (tmp_path / place).parent.mkdir(parents=True)
+
+    def commit(value: float, code: str) -> dict[str, Any]:
+        content = {"seed": 0, "curve": [value], "after": [value], "environment": {"commit": code}}
+        (tmp_path / place).write_text(json.dumps(content))
+        author = ["-c", "user.name=a", "-c", "user.email=a"]
+        for words in (["init", "-q"], ["add", "-A"], [*author, "commit", "-qm", "a"]):
+            subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+        return content
+
+    def found(row: dict[str, Any]) -> set[str]:
+        return verify.edits(row, verify.History(tmp_path).versions(place))
+
+    first = commit(0.5, "x")
+    assert found(first) == set() and found(first | {"after": [1.0]}) == {"after"}
+    assert found(commit(0.75, "x")) == {"after"}
+    assert found(commit(1.0, "y")) == set()  # measured again
+
+
+def test_every_page_is_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also those that are of no run, on whatever machine."""
+    assert sorted(verify.REPORTS) == sorted(path.stem for path in (ROOT / pages.RESULTS).glob("*.md"))
+    for part in ("draw", "lab", "scale"):
+        shutil.copytree(ROOT / pages.RESULTS / part, tmp_path / pages.RESULTS / part)
+    (tmp_path / "README.md").touch()
+    monkeypatch.setattr(os, "cpu_count", lambda: 99)
+    for name in ("draw", "fleet_learns", "lab"):
+        shutil.copy(ROOT / pages.RESULTS / f"{name}.md", tmp_path / pages.RESULTS)
+    assert not verify.verify(["draw", "fleet_learns", "lab"], tmp_path, Everything(tmp_path))[0]
 
 
 def test_tables_on_other_pages_and_pictures_are_compared_too(tmp_path: Path) -> None:

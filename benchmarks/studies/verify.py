@@ -7,8 +7,9 @@ Pages are written again, in a copy, by the commands that made them, and compared
 tables on other pages, and pictures that are text. A row, the
 JSON file of a run, is *whole* if it was made by code that can be checked out again (a commit of this
 history, without changes), names an experiment of that code, and holds its composed configuration, the
-digest of its data and its processor. Numbers that a row repeats are recomputed from its episodes. The exit
-code is 1 if a page differs or a row contradicts itself, or if a row is not whole that was made by code which
+digest of its data and its processor. Numbers that a row repeats are recomputed from its episodes, and what
+earlier commits hold of a row that names the same code must be what it says. The exit code is 1 if a page
+differs, a row contradicts itself or its history, or if a row is not whole that was made by code which
 writes whole rows. Rows of earlier code are counted apart: their numbers are recomputed, their runs cannot be
 repeated exactly.
 """
@@ -24,7 +25,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -44,10 +46,11 @@ REPORTS = {
         name: (f"benchmarks.studies.{name}",)
         for name in (
             "cloning", "composition", "contained", "demo", "door", "exported", "families", "foresight",
-            "latency", "locomotion", "new_tasks", "published", "steering", "serving", "table", "tuning",
-            "warm_start", "world",
+            "lab", "latency", "locomotion", "new_tasks", "published", "steering", "serving", "table",
+            "tuning", "warm_start", "world",
         )
     },
+    **{name: (f"benchmarks.{name}",) for name in ("draw", "fleet_learns")},
     "simulators": ("benchmarks.simulators.__main__",),
 }  # fmt: skip
 """What writes a page again: a module, and what it is told beside --report."""
@@ -94,6 +97,23 @@ class History:
     def has(self, commit: str, path: str = "") -> bool:
         """Whether a commit is there, and holds a file."""
         return self._succeeds("cat-file", "-e", f"{commit}:{path}" if path else f"{commit}^{{commit}}")
+
+    @cached_property
+    def _blobs(self) -> dict[str, list[str]]:
+        """Versions of every file of results, by its place."""
+        words = ("log", "--raw", "--no-renames", "--no-abbrev", "--format=", "--", str(pages.RESULTS))
+        told = subprocess.run(["git", "-C", str(self._root), *words], capture_output=True, text=True)
+        found: dict[str, list[str]] = {}
+        for facts, _, place in (line.partition("\t") for line in told.stdout.splitlines()):
+            found.setdefault(place, []).append(facts.split()[3])
+        return found
+
+    def versions(self, place: Path) -> Iterator[Any]:
+        """Yield what commits hold of a JSON file of results."""
+        for blob in self._blobs.get(place.as_posix(), ()):
+            if blob.strip("0"):  # else the commit removes it
+                words = ["git", "-C", str(self._root), "cat-file", "blob", blob]
+                yield json.loads(subprocess.run(words, capture_output=True, check=True).stdout)
 
     def follows(self, commit: str, earlier: str) -> bool:
         return self._succeeds("merge-base", "--is-ancestor", earlier, commit)
@@ -148,6 +168,18 @@ def contradictions(row: Mapping[str, Any]) -> Iterator[str]:
         yield f"{before.size} episodes, of a protocol of {protocol['episodes']}"
 
 
+def edits(row: Mapping[str, Any], versions: Iterable[Any]) -> set[str]:
+    """Return what other versions of a run's row say otherwise, although they name the same commit.
+
+    Curves once counted steps otherwise, and configurations had folders.
+    """
+    commit, found = row["environment"]["commit"], set()
+    for old in versions:
+        if "seed" in row and old.get("environment", {}).get("commit") == commit:
+            found |= {key for key in old.keys() & row.keys() if old[key] != row[key]}
+    return found - {"curve", "configuration"}
+
+
 def rows_of(name: str, results: Path) -> list[tuple[Path, dict[str, Any]]]:
     """Return the rows of a page: files that name the code that made them."""
     read = [(path, json.loads(path.read_text())) for path in sorted((results / name).glob("*.json"))]
@@ -172,6 +204,8 @@ def verify(names: Sequence[str], root: Path, history: History) -> tuple[list[str
                 lacking, own = list(missing(row, history)), f"{name}/{path.name}"
                 whole += not lacking
                 wrong += [f"{own}: {one}" for one in contradictions(row)]
+                edited = edits(row, history.versions(path.relative_to(root)))
+                wrong += [f"{own}: {key} is not what a commit holds of this row" for key in sorted(edited)]
                 if is_expected_whole(row, history):
                     wrong += [f"{own} lacks {one}" for one in lacking]
             match = "differs from" if apart else "is that of"
@@ -192,9 +226,9 @@ def elsewhere(compared: Collection[Path], root: Path, place: Path) -> Iterator[s
 
 
 def is_expected_whole(row: Mapping[str, Any], history: History) -> bool:
-    """Whether the code that made a row writes whole ones."""
+    """Whether the code that made a row writes whole ones; what has no seed, such as a speed, is of no run."""
     commit = str(row["environment"]["commit"]).removesuffix("-dirty")
-    return "configuration" in row or history.follows(commit, FIRST_WHOLE)
+    return "configuration" in row or ("seed" in row and history.follows(commit, FIRST_WHOLE))
 
 
 def main() -> int:

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from algos.cloning.fleet import FleetCloning
 from algos.cloning.fleet_run import FleetRun, summary
 from algos.training.run_directory import RunDirectory
 from algos.training.signals import StopSignals
 from burnish.config.overrides import RunContext
-from burnish.config.saved import describe_part
+from burnish.config.saved import describe_part, restore
 from burnish.console import output, table
 from burnish.runs.locate import RUN_CONFIG, check_folder_to_write, locate
 from burnish.runs.tasks import known_task
 from envs.datasets import read_dataset
+from envs.datasets.catalogue import find_dataset
 from envs.fit import task_text, with_task_observations
 from policies.bounds import bounded
 from policies.errors import ConfigError
-from policies.paths import path_field
+from policies.paths import lasting, path_field
 from policies.serving.endpoint import EndpointSettings
 from policies.serving.fleet import FleetTask
 from policies.serving.fleet_messages import LOCAL
@@ -52,22 +51,27 @@ class FleetLearnConfig(FleetCloning):
 
 
 def run(config: FleetLearnConfig, context: RunContext) -> None:
-    """Learn until a stop signal."""
+    """Learn until a stop signal; a run that goes on keeps the keys that are not typed."""
+    known = None if config.out is None else _known(Path(config.out))
+    if known is not None:
+        kept = {key: value for key, value in known.config.items() if key != "env"}
+        config = restore(FleetLearnConfig, kept, context.overrides)
     if config.policy is None or config.dataset is None or config.out is None:
         raise ConfigError("fleet learn needs policy=<run>, dataset=<file> and out=<folder>.")
+    config = lasting(replace(config, dataset=str(find_dataset(config.dataset))))
     settings = config.endpoint()
     settings.warn_if_open("teach the policy, and read along")
-    found = locate(config.policy)
+    found = locate(str(config.policy))
     env, policy = known_task(found), found.load()
     task = FleetTask(
         "" if env is None else task_text(env), policy.obs_dim, policy.chunk.action_dim, _MAX_STEPS
     )
-    dataset = read_dataset(config.dataset)
+    dataset = read_dataset(str(config.dataset))
     if env is not None:
         dataset = with_task_observations(env, dataset)
     learner = config.build(policy, dataset, env)
     described = {**asdict(config), "env": {} if env is None else describe_part("env", env)}
-    directory = _directory(config, described)
+    directory = known or RunDirectory.create_at(str(config.out), described)
     with directory.claim(), StopSignals() as stop:
         service = FleetRun(
             learner,
@@ -85,16 +89,15 @@ def run(config: FleetLearnConfig, context: RunContext) -> None:
     _print_result(service)
 
 
-def _directory(config: FleetLearnConfig, described: Mapping[str, Any]) -> RunDirectory:
-    """Return the run directory, a new one or that of an earlier start."""
-    out = Path(str(config.out))
+def _known(out: Path) -> RunDirectory | None:
+    """Return the run directory of an earlier start; None if there is none."""
     check_folder_to_write(out)
-    if (out / RUN_CONFIG).is_file():
-        run = RunDirectory.open(out)
-        if "publish_every" not in run.config:
-            raise ConfigError(f"out={out} is a run of burnish train. Give the fleet a folder of its own.")
-        return run
-    return RunDirectory.create_at(out, described)
+    if not (out / RUN_CONFIG).is_file():
+        return None
+    run = RunDirectory.open(out)
+    if "publish_every" not in run.config:
+        raise ConfigError(f"out={out} is a run of burnish train. Give the fleet a folder of its own.")
+    return run
 
 
 def _print_address(service: FleetRun) -> None:

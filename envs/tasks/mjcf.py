@@ -114,6 +114,7 @@ class MjcfStepper(MujocoStepper):
             data = self.datas[row]
             self._act(data, action)
             mujoco.mj_step(self.model, data, self._substeps)
+            mujoco.mj_forward(self.model, data)  # poses and sensors of the state that was reached
             obs.append(self._observe(row))
             reward.append(float(self._code.reward(self.model, data, action)))
             failure.append(self._holds("failure", data))
@@ -122,6 +123,13 @@ class MjcfStepper(MujocoStepper):
         return StepResult(
             np.stack(obs), np.array(reward), np.array(failure) | done, np.zeros_like(done), done
         )
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        import mujoco
+
+        super().set_state(state)
+        for data in self.datas:
+            mujoco.mj_forward(self.model, data)
 
     def _act(self, data: Any, action: Array) -> None:
         if self._code.act is not None:

@@ -59,6 +59,11 @@ class Edm(Checked, GaussianPath):
         super().__post_init__()
         self.require("noise_max", self.noise_min < self.noise_max, f"above noise_min={self.noise_min}")
 
+    def unused(self) -> dict[str, str]:
+        without = {"log_logistic": ("density_mean",), "log_uniform": ("density_mean", "density_scale")}
+        why = f"with process.density={self.density}"
+        return super().unused() | dict.fromkeys(without.get(self.density, ()), why)
+
     @property
     def kind(self) -> Kind:
         return "edm"

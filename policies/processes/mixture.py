@@ -35,7 +35,7 @@ from policies.registry import register
 
 @register("process", "mixture")
 @dataclass(frozen=True)
-class MixtureProcess:
+class MixtureProcess(Checked):
     """A mixture of normal distributions over whole chunks.
 
     Source: DPPO (arXiv 2409.00588), mixture baseline. Densities are those of the whole chunk; see the module.
@@ -49,6 +49,10 @@ class MixtureProcess:
     max_std: float = 0.2  # upper limit of the deviation
     learn_std: bool = True  # one learned deviation per mode and action dimension
     state_std: bool = False  # deviations from the observation instead, above min_std (robomimic)
+
+    def unused(self) -> dict[str, str]:
+        fixed = ("init_std", "max_std", "learn_std") if self.state_std else ()
+        return super().unused() | dict.fromkeys(fixed, "with process.state_std=true")
 
     def default_sampler(self) -> dict[str, Any]:
         return {"name": "mode_mean"}

@@ -66,6 +66,17 @@ class SketchSettings(Checked):
                 f"steer.{given[0]} has no effect without steer.strategy; give one of {', '.join(STRATEGIES)}."
             )
 
+    def unused(self) -> dict[str, str]:
+        recipe, why = self.recipe, f"with steer.strategy={self.strategy}"
+        used = {
+            ("start", "noise_share"): recipe.starts_at_guide,
+            ("guide_rows",): recipe.begins_with_guide,
+            ("gradient", "limit"): recipe.scale > 0,
+        }
+        found = {name: why for names, is_used in used.items() if not is_used for name in names}
+        once = {"resample_noise": "without steer.resample_steps above 1"}
+        return super().unused() | found | ({} if recipe.resample_steps > 1 else once)
+
     @property
     def is_on(self) -> bool:
         return self.strategy is not None

@@ -16,7 +16,7 @@ from algos.training.run_directory import RunDirectory
 from burnish.commands import fleet_act, fleet_learn
 from burnish.commands.fleet_act import FleetActConfig
 from burnish.commands.fleet_learn import FleetLearnConfig
-from burnish.config.overrides import RunContext
+from burnish.config.overrides import Overrides, RunContext
 from burnish.runs.locate import load_policy
 from envs.datasets import write_dataset
 from envs.make import env as make_env
@@ -65,7 +65,7 @@ def test_a_robot_acts_with_versions_of_the_learner_until_its_last_episode_is_sto
     assert len(closed) == 1
 
 
-def test_a_learner_that_goes_on_with_other_keys_stores_them(
+def test_a_learner_that_goes_on_keeps_its_keys_but_those_that_are_typed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     env, out = make_env("avoid"), tmp_path / "out"
@@ -74,14 +74,15 @@ def test_a_learner_that_goes_on_with_other_keys_stores_them(
     monkeypatch.setattr(fleet_learn.FleetRun, "serve", lambda run, _: None)
 
     def start(**values: Any) -> dict[str, Any]:
-        paths = {"policy": str(tmp_path / "policy"), "dataset": str(tmp_path / "demos.hdf5")}
-        config = FleetLearnConfig(**paths, out=str(out), listen="tcp://127.0.0.1:0", batch_size=8, **values)
-        fleet_learn.run(config, RunContext(tmp_path))
+        typed = Overrides.parse(f"{key}={value}" for key, value in values.items())
+        fleet_learn.run(FleetLearnConfig(out=str(out), **values), RunContext(tmp_path, typed))
         return RunDirectory.open(out).config
 
-    first = start()
+    monkeypatch.chdir(tmp_path)
+    first = start(policy="policy", dataset="demos.hdf5", listen="tcp://127.0.0.1:0", batch_size=8)
+    monkeypatch.chdir(out)
     assert first["env"]["name"] == "avoid" and start() == first
-    assert start(lr=1e-4) == first | {"lr": 1e-4}
+    assert start(lr=1e-4) == start() == first | {"lr": 1e-4}
     with pytest.raises(CheckpointError, match="seed"):
         start(seed=1, half_life=3.0)
     assert RunDirectory.open(out).config == first | {"lr": 1e-4}

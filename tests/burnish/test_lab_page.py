@@ -83,6 +83,10 @@ def test_a_drawn_line_is_followed(tab: Browser, address: str, plane: Plane, widt
     cell = "parseFloat(document.querySelector('#compared').rows[i].cells[2].textContent)"
     off = tab.run(f"return [1, 2].map((i) => {cell})")
     assert off[0] < 0.5 * off[1]
+    choose(tab, "plans", "5")
+    assert not tab.run("return document.querySelector('#compared').hidden"), "it is of any number of plans"
+    choose(tab, "strength", "0")
+    assert tab.run("return document.querySelector('#compared').hidden"), "it was of another strength"
     assert not tab.complaints()
 
 
@@ -292,6 +296,15 @@ def test_a_row_of_pillars_is_dragged(tab: Browser) -> None:
         drag(tab, scene, [(x, y), (x - 0.01, y), (x - 0.02, y)])
         tab.wait(f"return document.querySelector('#scene').toDataURL() !== '{before}'")
         assert not text_of(tab, "problem") and not tab.complaints()
+
+
+def test_nothing_can_be_asked_of_a_laboratory_that_has_ended(tab: Browser) -> None:
+    with served(Lab(subject_of(LabConfig(policy=f"{OLD}/cloned")))) as address:
+        opened(tab, address)
+    tab.wait("return !document.querySelector('#problem').hidden")
+    buttons = "['play', 'step', 'restart', 'compare']"
+    assert tab.run(f"return {buttons}.every((id) => document.querySelector(`#${{id}}`).disabled)")
+    tab.complaints()  # of the connection
 
 
 def test_a_page_too_many_says_so(tab: Browser) -> None:

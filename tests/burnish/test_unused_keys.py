@@ -45,6 +45,11 @@ KEYS = [
     ("bc backbone=unet1d backbone.groups=0 backbone.norm_eps=1e-6", "backbone.groups"),
     ("bc backbone=gpt backbone.goal_unread=[0]", "backbone.goal_tokens"),
     ("dppo algo.surrogate=trpo algo.actor_lr=1e-3", "algo.surrogate=trpo"),
+    ("bc process=edm process.density_mean=1", "process.density=log_logistic"),
+    ("bc process=edm process.density=log_uniform process.density_scale=1", "process.density=log_uniform"),
+    ("bc process=mixture process.state_std=true process.max_std=0.3", "process.state_std"),
+    ("bc env=cube-single env.expert.mode=play env.expert.min_norm=0.2", "env.expert.mode=play"),
+    ("bc env=cube-single env.expert.length=9", "env.expert.mode=task"),
     ("ppo algo.critic.residual=false algo.critic.hidden_dims=[8] algo.critic.num_blocks=2", "residual"),
 ]
 
@@ -66,6 +71,8 @@ def test_a_typed_key_without_effect_is_refused_by_name(words: str, why: str) -> 
         "algo=dppo algo.bc_rows=null",
         "algo=dppo algo.encoder=trained algo.image_shift=2 algo.encoder_lr=1e-4",
         "algo=dqc algo.value_min=-10 algo.value_max=0",
+        "algo=bc process=edm process.density=log_normal process.density_mean=1 process.density_scale=1",
+        "algo=bc env=cube-single env.expert.min_norm=0.2",
         "algo=iql algo.online_steps=9 algo.online.num_envs=2",
         "algo=residual algo.refit=false algo.actor_lr=1e-4 algo.actor_every=2",
         "algo=qam_edit algo.actor_aggregate=mean_std algo.aggregate=mean algo.pessimism=1",
@@ -81,6 +88,12 @@ def test_what_an_experiment_sets_or_another_key_uses_is_accepted(words: str) -> 
         ("collect", "env=avoid guidance=3", "guidance model"),
         ("collect", "env=avoid model=runs/x guidance=3", "guidance policy"),
         ("collect", "env=avoid model=runs/x keep_failures=true", "keep_failures model"),
+        ("eval", "policy=runs/x steer.strategy=random steer.limit=2", "steer.limit steer.strategy=random"),
+        (
+            "eval",
+            "policy=runs/x steer.strategy=guided_diffusion steer.resample_noise=0.2",
+            "resample_noise steer.resample_steps",
+        ),
         ("rank", "policy=runs/x score=energy score_draws=3", "score_draws score=density"),
     ],
 )

@@ -16,7 +16,19 @@ import pytest
 import torch
 from messages import mentions
 from pairwise import Laws, Shared, of_each, representatives
-from small_algorithms import ALGOS, FROM_SCRATCH, PROCESSES, accepts, init, policy_config, small, start
+from point_env import PointEnv, PointStepper
+from small_algorithms import (
+    ALGOS,
+    FROM_SCRATCH,
+    LIMIT,
+    PROCESSES,
+    accepts,
+    dataset,
+    init,
+    policy_config,
+    small,
+    start,
+)
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -26,6 +38,8 @@ from algos.onpolicy.ratios import Rows
 from algos.training.serialization import from_plain, to_plain
 from burnish.commands import matrix
 from burnish.commands.matrix import algorithms, pairs
+from envs.engine.vector import ChunkVector
+from envs.spec import Array, StepResult
 from policies import registry
 from policies.build import build_policy
 from policies.errors import BurnishError, CapabilityError, ConfigError
@@ -70,6 +84,9 @@ on_policy = Laws(
     ("algo", "process"),
     [case for case in accepted() if issubclass(registry.lookup("algo", case.values[0]), OnPolicyConfig)],
 )
+
+WITHOUT_BOOTSTRAP = ("bc", "cdsa", "decision_diffuser", "diffuser", "recap", "trajectories")
+"""Algorithms without values, or with those of recorded returns."""
 
 ROUNDING = 2 * 16 * torch.finfo(torch.float32).eps / 0.05
 """Of a log ratio: that of `test_ratios` for a mean, twice it for a sum over the 4 entries of a chunk."""
@@ -159,6 +176,72 @@ def test_a_new_policy_learns_from_the_reward_alone(algo: str, process: str) -> N
     assert not torch.equal(weights(run.snapshot()), before)
     assert bool((run.policy.normalizer.state_scale != 1).all())
     run.close()
+
+
+class EndsElsewhere(PointStepper):
+    """Points whose last observation, after `LIMIT` steps, is a place of its own."""
+
+    def __init__(self, num_envs: int, place: float, is_over: bool) -> None:
+        super().__init__(num_envs)
+        self.place, self.is_over, self.steps = place, is_over, np.zeros(num_envs, np.int64)
+
+    def reset(self, row: int, seed: int) -> Array:
+        self.steps[row] = 0
+        return super().reset(row, seed)
+
+    def step(self, rows: Array, actions: Array) -> StepResult:
+        self.steps[rows] += 1
+        result, ends = super().step(rows, actions), self.steps[rows] == LIMIT
+        obs = np.where(ends[:, None], self.place, result.obs)
+        return dataclasses.replace(result, obs=obs, terminated=ends & self.is_over)
+
+
+@dataclasses.dataclass(frozen=True)
+class Elsewhere(PointEnv):
+    """Episodes end by the task where `is_over`, else by their limit."""
+
+    place: float = 0.0
+    is_over: bool = False
+
+    def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
+        return ChunkVector(self.spec, EndsElsewhere(num_envs, self.place, self.is_over), obs_steps=obs_steps)
+
+
+def critics_after(algo: str, place: float, is_over: bool) -> dict[str, Tensor]:
+    """Return the critics of a few updates on episodes whose last observation is a place."""
+    data = dataset(8)
+    ends, frames = data.terminated, torch.arange(data.num_frames)
+    following = data.observations[(frames + 1) % data.num_frames]
+    following = torch.where(ends[:, None], place, following)
+    none = torch.zeros_like(ends)
+    data = dataclasses.replace(
+        data,
+        rewards=data.rewards / 10,  # within the range of the critics of `dqc`
+        next_observations=following,
+        terminated=ends if is_over else none,
+        truncated=none if is_over else ends,
+    )
+    process = next(process for process in PROCESSES if accepts(algo, process))
+    run = start(algo, process, dataset=data, env=Elsewhere(LIMIT + is_over, place, is_over))
+    for _ in range(3):
+        run.advance()
+    run.close()
+
+    def tensors(state: Any, where: str) -> Iterator[tuple[str, Tensor]]:
+        if isinstance(state, Tensor):
+            yield where, state
+        for key, part in state.items() if isinstance(state, Mapping) else ():
+            yield from tensors(part, f"{where}.{key}")
+
+    return {name: part for name, part in tensors(run.state_dict(), "") if re.search("critic|value", name)}
+
+
+@pytest.mark.parametrize("algo", [algo for algo in ALGOS if algo not in WITHOUT_BOOTSTRAP])
+def test_values_continue_after_a_time_limit_and_not_after_the_task(algo: str) -> None:
+    for is_over in (True, False):
+        near, far = (critics_after(algo, place, is_over) for place in (0.0, 0.9))
+        assert near and near.keys() == far.keys()
+        assert all(torch.equal(part, far[name]) for name, part in near.items()) == is_over
 
 
 @every_run

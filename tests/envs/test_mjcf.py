@@ -83,6 +83,20 @@ def test_a_saved_state_continues_bit_exactly(task: Mjcf) -> None:
     np.testing.assert_array_equal(one.step_chunk(actions).obs, other.step_chunk(actions).obs)
 
 
+def test_derived_poses_are_those_of_the_state_that_was_reached(task: Mjcf) -> None:
+    """Also when an action is applied, and after a saved state: it is not saved."""
+    act = "def act(model, data, action):\n    data.ctrl[:] = action - data.xpos[1, :2]\n\n\ndef success"
+    seen = edited(task, **{'"position": data.qpos': '"position": data.xpos[1, :2]', "def success": act})
+    one, other = seen.make_vector(1), seen.make_vector(1)
+    actions = np.ones((1, 3, 2))
+    one.reset([1])
+    reached = one.step_chunk(actions).obs
+    np.testing.assert_array_equal(reached[0, -1, :2], one.stepper.datas[0].qpos)
+    other.reset([5])
+    other.load_state_dict(one.state_dict())
+    np.testing.assert_array_equal(one.step_chunk(actions).obs, other.step_chunk(actions).obs)
+
+
 def test_the_content_of_the_file_is_the_task(task: Mjcf, tmp_path: Path) -> None:
     (tmp_path / "copy.py").write_text(Path(task.file).read_text())
     assert differing_options(task, Mjcf(file=str(tmp_path / "copy.py"))) == []

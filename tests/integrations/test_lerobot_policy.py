@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from policies.build import build_policy
 from policies.encoders.resnet import ResNetEncoderConfig
 from policies.errors import BurnishError, CapabilityError, ConfigError
 from policies.execution.history import ChunkActor
+from policies.export.folder import Surroundings
 from policies.policy import Policy, PolicyConfig
 from policies.runner import draw_noise
 from policies.serving.served_policy import ServedPolicy
@@ -143,6 +144,19 @@ def test_decisions_are_the_policys_within_the_limits_of_the_robot(
     found = opened.decide({"observation": obs}, (5, 1, 2))
     np.testing.assert_array_equal(found, expected.astype(np.float32))
     assert len(np.unique(found)) < found.size, "the limits bind somewhere"
+
+
+def test_limits_are_those_of_the_policy_that_the_server_has_by_now(
+    sources: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = ServedPolicy(small_policy(), Surroundings(action_low=[-9.0, -9.0], action_high=[9.0, 9.0]))
+    other = Surroundings(action_low=[-0.1, -0.1], action_high=[0.1, 0.1])
+    client = SimpleNamespace(schema=served.schema, decide=lambda inputs, key: np.ones((TA, 2), np.float32))
+    monkeypatch.setattr(sources, "Client", lambda place, timeout_s: client)
+    source, obs = sources.open_source("tcp://127.0.0.1:1"), {"observation": observations(1).numpy()}
+    assert source.decide(obs, (0, 0, 0)).max() == 1.0
+    client.schema = ServedPolicy(small_policy(), other).schema
+    assert source.decide(obs, (0, 0, 1)).max() == np.float32(0.1)
 
 
 def test_a_run_is_its_last_policy_and_goals_are_refused(sources: ModuleType, tmp_path: Path) -> None:

@@ -36,6 +36,7 @@
   }
 
   socket.addEventListener("close", () => {
+    for (const id of ["play", "step", "restart", "compare"]) $(id).disabled = true;
     const saidWhy = !facts && !$("problem").hidden;
     if (!saidWhy) problem("The laboratory has ended. Start burnish lab again.");
   });
@@ -210,7 +211,8 @@
   $("steps").addEventListener("input", (event) => { steps = Number($("steps").value); changed(event); });
   $("sampler").addEventListener("change", (event) => { ownSteps(); changed(event); });
   $("strategy").addEventListener("change", (event) => { strength(); changed(event); });
-  $("clear").addEventListener("click", (event) => { sketch = []; round += 1; showCompared({}); changed(event); });
+  for (const id of ["strength", "noise", "weight", "steps", "sampler", "strategy"]) $(id).addEventListener("input", forget);
+  $("clear").addEventListener("click", (event) => { sketch = []; forget(); changed(event); });
   $("play").addEventListener("click", () => play(!playing));
   $("step").addEventListener("click", () => { if (playing) play(false); send({ step: true }, performance.now()); });
   $("restart").addEventListener("click", () => send({ seed: Number($("seed").value) }, performance.now()));
@@ -247,7 +249,12 @@
     showValues();
   }
 
-  let round = 0; // of the comparison that is shown, or will be; another line makes answers of earlier ones void
+  let round = 0; // of the comparison that is shown, or will be; a change makes answers of earlier ones void
+  function forget() {
+    round += 1;
+    showCompared({});
+  }
+
   function compares(on) {
     $("compare").disabled = on;
     const what = scene.picture === undefined && facts.sampler ? "play them, steered and not" : "play them";

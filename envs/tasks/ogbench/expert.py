@@ -44,6 +44,9 @@ class OracleExpert(Checked):
             "noise", self.mode == "task" or self.noise == 0, f"0 with mode={self.mode}, which has its own"
         )
 
+    def unused(self) -> dict[str, str]:
+        return {"length" if self.mode == "task" else "min_norm": f"with env.expert.mode={self.mode}"}
+
 
 def demonstrate(world: str, task: int, seed: int, options: OracleExpert, *, max_steps: int) -> Episode:
     """Record the episode of a seed in a world of OGBench's name with task 1 to 5.

@@ -75,6 +75,9 @@ class _World(HasCameras):
     has_slides = False  # whether there are a drawer and a window
     success_rule = ""
 
+    def unused(self) -> dict[str, str]:
+        return super().unused() | {f"expert.{name}": why for name, why in self.expert.unused().items()}
+
     @property
     def conditions(self) -> tuple[str, ...]:
         """The task's number does not select the data of experts that play."""

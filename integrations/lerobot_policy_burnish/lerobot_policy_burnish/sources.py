@@ -57,18 +57,18 @@ def open_source(place: str, *, device: str = "cpu", timeout_s: float = 1.0) -> S
     """
     if place.startswith("tcp://"):
         client = Client(place, timeout_s=timeout_s)
-        found = Source(client.schema, _limited(client.schema, _asking(client)))
+        found = Source(client.schema, _limited(client, _asking(client)))
     elif is_exported(Path(place)):
         folder = ServedFolder(place)
         names = read_signature(Path(place)).facts["outputs"]["action"].get("names")
-        found = Source(folder.schema, _limited(folder.schema, _drawing(folder)), None, _bare(names))
+        found = Source(folder.schema, _limited(folder, _drawing(folder)), None, _bare(names))
     else:
         last = Path(place) / LAST_POLICY
         policy = load_policy(last if last.is_dir() else place).to(device)
         facts = policy.provenance.get("interface") or {}
         limits = {key: facts.get(key) for key in ("action_low", "action_high")}
         served = ServedPolicy(policy, Surroundings(control_hz=facts.get("control_hz"), **limits))
-        decide = _limited(served.schema, _drawing(served))
+        decide = _limited(served, _drawing(served))
         found = Source(served.schema, decide, policy, _bare(facts.get("action_names")))
     if "goal" in found.schema.inputs:
         raise CapabilityError(f"{place} needs a goal beside the observation; LeRobot's robots give none.")
@@ -102,17 +102,17 @@ def _keys(inputs: Arrays, key: Key) -> list[Key]:
 
 
 def _limited(
-    schema: Schema, decide: Callable[[Arrays, Key], np.ndarray]
+    source: ServedPolicy | ServedFolder | Client, decide: Callable[[Arrays, Key], np.ndarray]
 ) -> Callable[[Arrays, Key], np.ndarray]:
-    sides = (schema.action_low, schema.action_high)
-    low, high = (None if side is None else np.asarray(side, np.float32) for side in sides)
-    limits = Limits(low, high)
+    """Return decisions within the limits that the source has by then: a server may have another policy."""
 
     def limited(inputs: Arrays, key: Key) -> np.ndarray:
         chunk = decide(inputs, key)
         if not np.isfinite(chunk).all():
             raise ConfigError("the policy gave actions that are not finite; nothing was commanded.")
-        return np.asarray(limits.apply(chunk, None), np.float32)
+        sides = (source.schema.action_low, source.schema.action_high)
+        low, high = (None if side is None else np.asarray(side, np.float32) for side in sides)
+        return np.asarray(Limits(low, high).apply(chunk, None), np.float32)
 
     return limited
 

@@ -3,7 +3,8 @@
 The file defines
 
     MODEL                          MJCF as text, or the path of an MJCF file, relative to the file
-    reset(model, data, rng)        set the first state of an episode; draw everything from `rng`
+    reset(model, data, rng)        set the first state of an episode, which has the model to itself; draw
+                                   everything from `rng`
     observe(model, data)           the observation: an array (Do,), or a dict of arrays by name
     reward(model, data, action)    the reward of a control step
 
@@ -22,6 +23,7 @@ An action is clipped to [-1, 1] per entry. Legend: N environments, M of them add
 
 from __future__ import annotations
 
+import copy
 import runpy
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -50,6 +52,10 @@ if TYPE_CHECKING:
 REQUIRED = ("MODEL", "reset", "observe", "reward")
 _DEFAULTS = {"CONTROL_HZ": 20.0, "MAX_EPISODE_STEPS": 200, "ACTIONS": (), "OBSERVATIONS": ()}
 _OPTIONAL = ("success", "failure", "act", "expert")
+_DRAWN = (  # what a reset may write into the model that is seen
+    *("body_pos", "body_quat", "geom_pos", "geom_quat", "geom_size", "geom_rgba", "mat_rgba"),
+    *("site_pos", "site_quat", "site_size", "site_rgba", "cam_pos", "cam_quat", "light_pos", "light_dir"),
+)
 
 
 @lru_cache(maxsize=8)
@@ -89,20 +95,23 @@ def compile_model(file: Path, model: Any) -> mujoco.MjModel:
 
 
 class MjcfStepper(MujocoStepper):
-    """Step N states of the model of a task file."""
+    """Step N states of the model of a task file; each episode has a model of its own."""
 
     def __init__(self, task: Mjcf, num_envs: int) -> None:
         super().__init__(compile_model(Path(task.file), task.code.MODEL), num_envs)
         self._code = task.code
         self._substeps = task.substeps(self.model)
+        self._fresh, self._models, self._seeds = self.model, [self.model] * num_envs, [0] * num_envs
 
     def reset(self, row: int, seed: int) -> Array:
         import mujoco
 
-        data = self.datas[row]
-        mujoco.mj_resetData(self.model, data)
-        self._code.reset(self.model, data, np.random.default_rng(seed))
-        mujoco.mj_forward(self.model, data)
+        model, data = copy.copy(self._fresh), self.datas[row]
+        self._models[row], self._seeds[row] = model, seed
+        self.model = self._models[0]  # what is drawn of row 0
+        mujoco.mj_resetData(model, data)
+        self._code.reset(model, data, np.random.default_rng(seed))
+        mujoco.mj_forward(model, data)
         return self._observe(row)
 
     def step(self, rows: Array, actions: Array) -> StepResult:
@@ -111,40 +120,53 @@ class MjcfStepper(MujocoStepper):
 
         obs, reward, failure, success = [], [], [], []
         for row, action in zip(rows.tolist(), np.asarray(actions, np.float64), strict=True):
-            data = self.datas[row]
-            self._act(data, action)
-            mujoco.mj_step(self.model, data, self._substeps)
-            mujoco.mj_forward(self.model, data)  # poses and sensors of the state that was reached
+            model, data = self._models[row], self.datas[row]
+            self._act(model, data, action)
+            mujoco.mj_step(model, data, self._substeps)
+            mujoco.mj_forward(model, data)  # poses and sensors of the state that was reached
             obs.append(self._observe(row))
-            reward.append(float(self._code.reward(self.model, data, action)))
-            failure.append(self._holds("failure", data))
-            success.append(self._holds("success", data))
+            reward.append(float(self._code.reward(model, data, action)))
+            failure.append(self._holds("failure", row))
+            success.append(self._holds("success", row))
         done = np.array(success, bool)
         return StepResult(
             np.stack(obs), np.array(reward), np.array(failure) | done, np.zeros_like(done), done
         )
 
+    def get_appearance(self, row: int) -> dict[str, Array]:
+        return {name: getattr(self._models[row], name).copy() for name in _DRAWN}
+
+    def set_appearance(self, model: Any, appearance: Mapping[str, Array]) -> None:
+        for name, value in appearance.items():
+            getattr(model, name)[:] = value
+
+    def get_state(self) -> dict[str, Any]:
+        return {**super().get_state(), "seeds": list(self._seeds)}
+
     def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state; what a reset has written into a model follows from its seed."""
         import mujoco
 
+        for row, seed in enumerate(state.get("seeds", ())):  # states of former versions have none
+            self.reset(row, seed)
         super().set_state(state)
-        for data in self.datas:
-            mujoco.mj_forward(self.model, data)
+        for model, data in zip(self._models, self.datas, strict=True):
+            mujoco.mj_forward(model, data)
 
-    def _act(self, data: Any, action: Array) -> None:
+    def _act(self, model: Any, data: Any, action: Array) -> None:
         if self._code.act is not None:
-            self._code.act(self.model, data, action)
+            self._code.act(model, data, action)
             return
-        low, high = self.model.actuator_ctrlrange.T
-        limited = self.model.actuator_ctrllimited.astype(bool)
+        low, high = model.actuator_ctrlrange.T
+        limited = model.actuator_ctrllimited.astype(bool)
         data.ctrl[:] = np.where(limited, (low + high) / 2 + action * (high - low) / 2, action)
 
-    def _holds(self, name: str, data: Any) -> bool:
+    def _holds(self, name: str, row: int) -> bool:
         rule = getattr(self._code, name)
-        return rule is not None and bool(rule(self.model, data))
+        return rule is not None and bool(rule(self._models[row], self.datas[row]))
 
     def _observe(self, row: int) -> Array:
-        return _flat(self._code.observe(self.model, self.datas[row]))
+        return _flat(self._code.observe(self._models[row], self.datas[row]))
 
 
 @register("env", "mjcf")

@@ -145,6 +145,43 @@ def test_an_episode_is_drawn_by_its_own_render() -> None:
         )
 
 
+def test_a_replay_gives_the_environment_the_actions_that_were_played() -> None:
+    given: list[np.ndarray] = []
+
+    class Noted(Walk):
+        def step(self, action: Any) -> Any:
+            given.append(action.copy())
+            return super().step(action)
+
+    task = Gym(factory=local_factory(lambda: Noted("rgb_array", reach=0.0)), max_episode_steps=3)
+    vector, actions = task.make_vector(1), np.float32([[0.1], [-0.1], [3.0]])
+    vector.reset([1])
+    given.clear()
+    vector.step_chunk(actions[None])
+    played = given.copy()
+    given.clear()
+    task.render_frames(1, actions)
+    assert [one.dtype for one in given] == [one.dtype for one in played] == [np.float32] * 3
+    np.testing.assert_array_equal(given, played)
+
+
+def test_parts_that_nothing_observes_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Kinds(Walk):
+        def __init__(self) -> None:
+            super().__init__()
+            spaces = gymnasium.spaces
+            self.observation_space["kind"] = spaces.Discrete(3)
+            self.observation_space["both"] = spaces.Tuple([spaces.Discrete(2), spaces.Discrete(2)])
+
+    for _ in range(2):
+        assert Gym(factory=local_factory(Kinds)).spec.obs_names == ("goal 0", "place 0")
+    (record,) = [one for one in caplog.records if "not observed" in one.getMessage()]
+    assert "kind (Discrete)" in record.getMessage() and "both (Tuple)" in record.getMessage()
+    caplog.clear()
+    assert Gym(factory=local_factory(Kinds), obs_keys=("goal",)).spec.obs_names == ("goal 0",)
+    assert not [one for one in caplog.records if "not observed" in one.getMessage()]
+
+
 def test_mujoco_environments_are_drawn_without_a_display(monkeypatch: pytest.MonkeyPatch) -> None:
     require_drawing()
     monkeypatch.delenv("MUJOCO_GL", raising=False)

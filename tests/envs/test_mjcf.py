@@ -97,6 +97,40 @@ def test_derived_poses_are_those_of_the_state_that_was_reached(task: Mjcf) -> No
     np.testing.assert_array_equal(one.step_chunk(actions).obs, other.step_chunk(actions).obs)
 
 
+def moved_goal(task: Mjcf) -> Mjcf:
+    """The task with a goal that resets write into the model, and an action that begins at the disc."""
+    return edited(
+        task,
+        **{
+            "    <body>\n": '    <site name="goal" size="0.05" rgba="1 0 0 1"/>\n    <body>\n'
+            '      <site name="disc"/>\n',
+            "    data.qpos[:] = rng": "    model.site('goal').pos[:2] += rng.uniform(-0.3, 0.3, 2)\n"
+            "    data.qpos[:] = rng",
+            "-np.linalg.norm(data.qpos)": "-np.linalg.norm(data.site('disc').xpos - model.site('goal').pos)",
+            "def success": "def act(model, data, action):\n"
+            "    data.ctrl[:] = action - data.site('disc').xpos[:2]\n\n\ndef success",
+        },
+    )
+
+
+def test_what_a_reset_writes_into_the_model_is_of_its_episode_alone(task: Mjcf) -> None:
+    moving = moved_goal(task)
+    single, pair = moving.make_vector(1), moving.make_vector(2)
+    actions = np.random.default_rng(0).uniform(-1, 1, (2, 3, 2))
+    pair.reset([1, 2])
+    pair.reset([3, 4])
+    single.reset([3])
+    expected, beside = single.step_chunk(actions[:1]), pair.step_chunk(actions)
+    np.testing.assert_array_equal(beside.rewards[0], expected.rewards[0])
+    assert not np.array_equal(pair.stepper.get_appearance(0)["site_pos"][0], np.zeros(3))
+    other = moving.make_vector(2)
+    other.reset([5, 6])
+    other.load_state_dict(pair.state_dict())
+    continued, again = pair.step_chunk(actions), other.step_chunk(actions)
+    np.testing.assert_array_equal(continued.rewards, again.rewards)
+    np.testing.assert_array_equal(continued.path, again.path)
+
+
 def test_the_content_of_the_file_is_the_task(task: Mjcf, tmp_path: Path) -> None:
     (tmp_path / "copy.py").write_text(Path(task.file).read_text())
     assert differing_options(task, Mjcf(file=str(tmp_path / "copy.py"))) == []

@@ -37,6 +37,12 @@ def vector_names(space: Any) -> tuple[str, ...]:
     return tuple(name for name, one in parts_of(space).items() if _is_vector(one))
 
 
+def never_seen(space: Any) -> dict[str, str]:
+    """Return the parts that are neither vectors nor images, which nothing observes, with their kinds."""
+    parts = parts_of(space).items()
+    return {name: type(one).__name__ for name, one in parts if not is_image(one) and not _is_vector(one)}
+
+
 def state_names(space: Any, keys: tuple[str, ...], title: str) -> tuple[str, ...]:
     """Return a name for every entry of the state.
 

@@ -28,6 +28,7 @@ from envs.tasks.gym.spaces import (
     action_limits,
     flattened,
     is_image,
+    never_seen,
     parts_of,
     state_names,
     vector_names,
@@ -119,8 +120,10 @@ class Gym(HasCameras):
             with named_errors(self.title, "a replay"):
                 made.reset(seed=seed)
                 frames = [picture(made)]
+                low, high = (
+                    np.asarray(side, np.float32) for side in (self.spec.action_low, self.spec.action_high)
+                )  # as in `ChunkVector`: other bounds would change the type of the actions
                 for i, action in enumerate(actions, start=1):
-                    low, high = np.asarray(self.spec.action_low), np.asarray(self.spec.action_high)
                     _obs, _reward, terminated, truncated, _info = made.step(np.clip(action, low, high))
                     if i % every == 0 or i == len(actions) or terminated or truncated:
                         frames.append(picture(made))
@@ -170,6 +173,12 @@ class Gym(HasCameras):
     def _described(self, made: Any) -> EnvSpec:
         low, high = action_limits(made.action_space, self.title)
         names = state_names(made.observation_space, self.obs_keys, self.title)
+        if not self.obs_keys and (unseen := never_seen(made.observation_space)):
+            listed = ", ".join(f"{name} ({kind})" for name, kind in unseen.items())
+            warn_once(
+                f"{self.title}: not observed: {listed}. Only vectors and images are; a wrapper can make "
+                "vectors of them, and env.obs_keys says what is observed on purpose."
+            )
         parts = parts_of(made.observation_space)
         check_camera_names(self.cameras, [*(name for name, one in parts.items() if is_image(one)), RENDER])
         limit = self.max_episode_steps or time_limit(made)

@@ -16,7 +16,7 @@ from algos.rebrac import RebracConfig
 from benchmarks.options import study_parser
 from benchmarks.studies import learning
 from benchmarks.studies.offline import correction_of
-from benchmarks.studies.offline_data import settings_of
+from benchmarks.studies.offline_data import JUDGED, settings_of
 from benchmarks.studies.offline_page import rows_of, scores
 from benchmarks.studies.once import _compared, demonstrations, first_seed, trained, with_own_episodes
 from benchmarks.studies.sight import Blindfolded
@@ -150,11 +150,11 @@ def test_the_best_checkpoint_of_a_seed_may_be_its_last_and_rows_state_both_risks
     protocol = {"env": {"reference_scores": [0.0, 200.0]}}
 
     def run(**returns: float) -> dict[str, Any]:
-        evaluations = {name: {"return": [value, value]} for name, value in returns.items()}
+        evaluations = {name: {"return": [value] * (JUDGED + 2)} for name, value in returns.items()}
         return {"protocol": protocol, "evaluations": evaluations}
 
     (line,) = rows_of("iql", [run(last=value) | {"steps": 1000} for value in (100.0, 120.0)])
-    assert line.split(" | ")[-1] == "50.0 |", "the best score of the worst tenth, here of one episode"
+    assert line.split(" | ")[-1] == "50.0 |", "the best score of the worst tenth, here of two episodes"
     assert line.split(" | ")[-2].startswith("50.0 (")
     found = scores([run(last=100.0, best=150.0), run(last=120.0)], "best")
     assert found is not None and found.tolist() == [[75.0, 75.0], [60.0, 60.0]]

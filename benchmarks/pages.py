@@ -22,9 +22,6 @@ INTERVALS = (
 )
 """What intervals speak of, for the heads of pages."""
 
-NOT_IN_HISTORY = ("042fde0", "34916c7", "5f9e5e1", "8a19462", "95b6f9b")
-"""Commits of working copies that measured, which the history of this repository does not have."""
-
 
 def keep(page: str, name: str, content: Mapping[str, Any], *, indent: int | None = None) -> Path:
     """Write a measurement, with what it was measured on; returns its file."""
@@ -100,18 +97,8 @@ def versions(content: Mapping[str, Any], packages: Sequence[str] = ("torch", "mu
 def commits(contents: Iterable[Mapping[str, Any]]) -> str:
     """Name the commits that measurements were made at."""
     found = sorted({content["environment"]["commit"] for content in contents})
-    return ", ".join(f"{commit[:7]}{' (with changes)' * commit.endswith('dirty')}" for commit in found)
-
-
-def about_commits(contents: Iterable[Mapping[str, Any]]) -> str:
-    """Say in a sentence what code cannot be checked out any more; nothing where all of it can."""
-    found = sorted({content["environment"]["commit"] for content in contents})
-    lost = ", ".join(sorted({commit[:7] for commit in found} & set(NOT_IN_HISTORY)))
-    gone = f"{lost} is not in the history of this repository" if lost else ""
-    edited = any(commit.endswith("dirty") for commit in found)
-    changes = "*with changes* means edits on top, which are in no commit" if edited else ""
-    said = "; ".join(filter(None, (gone, changes)))
-    return f" Of the commits: {said}." if said else ""
+    edits = " with changes that are in no commit"
+    return ", ".join(f"{commit[:7]}{edits * commit.endswith('dirty')}" for commit in found)
 
 
 def origin(page: str, content: Mapping[str, Any]) -> list[str]:

@@ -81,8 +81,7 @@ def report() -> Path:
     lines += [
         "",
         f"Measured on {first['cpu_count']} CPU cores shared with other work, one thread; "
-        f"{packages}; commits {pages.commits(found)}. The episodes are in `{PAGE}/`."
-        f"{pages.about_commits(found)}",
+        f"{packages}; commits {pages.commits(found)}. The episodes are in `{PAGE}/`.",
     ]
     return pages.write(PAGE, lines)
 

@@ -167,11 +167,7 @@ def report() -> Path:
         for content in contents:
             lines += ["", f"### Seed {content['seed']}", ""]
             lines += [table.replace("## ", "#### ", 1) for table in content["tables"]]
-    lines += [
-        "",
-        f"Measured with {pages.versions(found[0])}; commits {pages.commits(found)}."
-        f"{pages.about_commits(found)}",
-    ]
+    lines += ["", f"Measured with {pages.versions(found[0])}; commits {pages.commits(found)}."]
     return pages.write(PAGE, lines)
 
 

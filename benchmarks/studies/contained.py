@@ -116,7 +116,7 @@ def report() -> Path:
             (row for name, runs in found.items() for row in _rows(name, runs)),
         ), "",
         f"Measured with {pages.versions(everything[0])}; commits {pages.commits(everything)}. "
-        f"The numbers of every start are in `{PAGE}/`.{pages.about_commits(everything)}",
+        f"The numbers of every start are in `{PAGE}/`.",
     ]  # fmt: skip
     return pages.write(PAGE, lines)
 

@@ -113,7 +113,7 @@ def report() -> Path:
         f"The file has {data['steps']:,} steps; {100 * first['beyond']:.1f} % of its action entries exceed "
         "±1 and are clipped when executed.",
         "",
-        f"Commits: {pages.commits(found)}.{pages.about_commits(found)}",
+        f"Commits: {pages.commits(found)}.",
     ]
     return pages.write(PAGE, lines + pages.origin(PAGE, first))
 

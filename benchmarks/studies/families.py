@@ -185,7 +185,7 @@ def report() -> Path:
     lines += [
         "",
         f"Measured on {everything[0]['environment']['cpu_count']} shared CPU cores; {packages}; commits "
-        f"{pages.commits(everything)}. The episodes are in `families/`.{pages.about_commits(everything)}",
+        f"{pages.commits(everything)}. The episodes are in `families/`.",
     ]
     return pages.write("families", lines)
 

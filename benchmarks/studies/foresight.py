@@ -143,7 +143,7 @@ def report() -> Path:
         f"{pages.INTERVALS}",
         "", *pages.table(("seed", "cloning", "with foresight", "difference"), _rows(found, seeds)), "",
         f"Measured with {pages.versions(everything[0])}; commits {pages.commits(everything)}. Per-episode "
-        f"numbers are in `{PAGE}/`.{pages.about_commits(everything)}",
+        f"numbers are in `{PAGE}/`.",
     ]  # fmt: skip
     return pages.write(PAGE, lines)
 

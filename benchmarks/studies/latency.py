@@ -150,7 +150,7 @@ def report() -> Path:
     for task, seeds in found.items():
         lines += ["", f"## {task}", "", *_section(seeds)]
     _draw(found, pages.RESULTS / f"{PAGE}.png")
-    lines += ["", f"Commits: {pages.commits(kept)}.{pages.about_commits(kept)}"]
+    lines += ["", f"Commits: {pages.commits(kept)}."]
     return pages.write(PAGE, lines + pages.origin(PAGE, kept[0]))
 
 

@@ -109,7 +109,6 @@ def report(name: str) -> Path:
     lines.append(
         f"Measured on {everything[0]['environment']['cpu_count']} shared CPU cores; {packages}; commits "
         f"{pages.commits(everything)}. The episodes of every run are in `{name}/`."
-        f"{pages.about_commits(everything)}"
     )
     draw(name, found)
     return pages.write(name, lines)

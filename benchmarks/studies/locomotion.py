@@ -134,7 +134,7 @@ def report() -> Path:
         if runs:
             lines += ["", f"## {data}", "", _about(data, runs[0]), ""]
             lines += pages.table(COLUMNS, rows_of(runs))
-    lines += ["", f"Commits: {pages.commits(found)}.{pages.about_commits(found)}"]
+    lines += ["", f"Commits: {pages.commits(found)}."]
     return pages.write(PAGE, [*lines, *pages.origin(PAGE, found[0])])
 
 

@@ -121,7 +121,7 @@ def report() -> Path:
     lines += pages.table(COLUMNS, rows)
     lines += [
         "",
-        f"Commits: {pages.commits(found)}.{pages.about_commits(found)}",
+        f"Commits: {pages.commits(found)}.",
         *pages.origin(PAGE, found[0]),
     ]
     return pages.write(PAGE, lines)

@@ -165,9 +165,9 @@ def section(name: str, found: dict[str, list[dict[str, Any]]]) -> list[str]:
     lines += asked_for(found) + by_others(name, found) + gates(found) + rates(found)
     draw(name, found)
     everything = [run for runs in found.values() for run in runs]
-    commits, about = pages.commits(everything), pages.about_commits(everything)
     picture = f"![evaluations on the way](offline-{name}.png)"
-    return [*lines, "", picture, "", f"Commits {commits}; the episodes are in `offline/`.{about}"]
+    commits = f"Commits {pages.commits(everything)}; the episodes are in `offline/`."
+    return [*lines, "", picture, "", commits]
 
 
 def asked_for(found: dict[str, list[dict[str, Any]]]) -> list[str]:

@@ -273,7 +273,7 @@ def report(page: str) -> Path:
     orders = {task: best for task, rows in table.items() if (best := budgets(rows))}
     summary = [line for task, best in orders.items() for line in ("", f"`{task}`:", "", *best)]
     pages.replace_block("docs/results.md", "table", [SUMMARY, *summary])
-    lines += ["", f"Commits: {pages.commits(found)}.{pages.about_commits(found)} {processors(found)}"]
+    lines += ["", f"Commits: {pages.commits(found)}. {processors(found)}"]
     return pages.write(page, [*lines, *pages.origin(page, found[0])])
 
 

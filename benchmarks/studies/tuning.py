@@ -107,7 +107,7 @@ def lines() -> list[str]:
         ]  # fmt: skip
         columns = ("algorithm", "settings", "seed", "clone", "after", "difference", "wall", "chosen")
         found += ["", f"## {name}", "", *pages.table(columns, said)]
-    return [*found, "", f"Commits: {pages.commits(rows)}.{pages.about_commits(rows)}"]
+    return [*found, "", f"Commits: {pages.commits(rows)}."]
 
 
 def main() -> None:

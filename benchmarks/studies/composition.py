@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 import burnish
+from algos.training.run_directory import RunDirectory
 from benchmarks import pages
 from benchmarks.options import study_parser
 from benchmarks.studies import once
@@ -130,6 +131,7 @@ def measure(name: str, pair: str, seed: int, options: argparse.Namespace) -> Pat
         "seed": seed,
         **facts,
         "members": describe_pair(name, pair),
+        "configuration": configurations(members),
         "success": {
             "composition": result.evaluation.values("success").tolist(),
             "members": [one.values("success").tolist() for one in result.members.values()],
@@ -137,6 +139,14 @@ def measure(name: str, pair: str, seed: int, options: argparse.Namespace) -> Pat
         "tables": [section.markdown() for section in result.sections()],
     }
     return pages.keep(PAGE, target.stem, content, indent=1)
+
+
+def configurations(members: Sequence[Path]) -> dict[str, Any]:
+    """Return the composed configurations of a pair."""
+    return {
+        which: pages.configuration(RunDirectory(one))
+        for which, one in zip(("first", "second"), members, strict=True)
+    }
 
 
 def describe_pair(task: str, pair: str) -> list[str]:

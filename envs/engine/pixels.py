@@ -43,8 +43,9 @@ class HasAppearance(Protocol):
         ...
 
     def set_appearance(self, model: Any, appearance: Mapping[str, Array]) -> None:
-        """Apply an appearance to a model that is a copy for rendering."""
-        ...
+        """Apply an appearance to a model that is a copy for rendering; here its entries are fields of it."""
+        for name, value in appearance.items():
+            getattr(model, name)[:] = value
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from envs.engine.physics import MujocoStepper
-from envs.engine.pixels import HasCameras
+from envs.engine.pixels import HasAppearance, HasCameras
 from envs.engine.rendering import gl_for_others, replay_frames
 from envs.spec import Array, EnvSpec, StepResult
 from policies.bounds import bounded
@@ -46,7 +46,7 @@ TASKS = (
 _IN_MODEL = ("body_pos", "body_quat", "geom_pos", "geom_size", "geom_rgba", "site_pos")  # set by starts
 
 
-class SuiteStepper(MujocoStepper):
+class SuiteStepper(MujocoStepper, HasAppearance):
     """Step N environments of one of `TASKS`, each with a model of its own."""
 
     def __init__(self, task: str, num_envs: int) -> None:
@@ -82,10 +82,6 @@ class SuiteStepper(MujocoStepper):
     def get_appearance(self, row: int) -> dict[str, Array]:
         model = self._physics[row].model.ptr
         return {name: getattr(model, name).copy() for name in _IN_MODEL}
-
-    def set_appearance(self, model: Any, appearance: Mapping[str, Array]) -> None:
-        for name, value in appearance.items():
-            getattr(model, name)[:] = value
 
     def get_state(self) -> dict[str, Any]:
         return {**super().get_state(), "seeds": list(self._seeds)}

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from envs.engine.physics import MujocoStepper
-from envs.engine.pixels import HasCameras, cameras_of, check_camera_names
+from envs.engine.pixels import HasAppearance, HasCameras, cameras_of, check_camera_names
 from envs.engine.vector import named_errors
 from envs.rollouts.recording import Recording, expert_rng
 from envs.spec import Array, EnvSpec, StepResult, symmetric_spec
@@ -94,7 +94,7 @@ def compile_model(file: Path, model: Any) -> mujoco.MjModel:
         raise ConfigError(f"MODEL of env.file={file} is no valid MJCF: {str(error)[:300]}") from error
 
 
-class MjcfStepper(MujocoStepper):
+class MjcfStepper(MujocoStepper, HasAppearance):
     """Step N states of the model of a task file; each episode has a model of its own."""
 
     def __init__(self, task: Mjcf, num_envs: int) -> None:
@@ -135,10 +135,6 @@ class MjcfStepper(MujocoStepper):
 
     def get_appearance(self, row: int) -> dict[str, Array]:
         return {name: getattr(self._models[row], name).copy() for name in _DRAWN}
-
-    def set_appearance(self, model: Any, appearance: Mapping[str, Array]) -> None:
-        for name, value in appearance.items():
-            getattr(model, name)[:] = value
 
     def get_state(self) -> dict[str, Any]:
         return {**super().get_state(), "seeds": list(self._seeds)}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from envs.engine.physics import MujocoStepper
-from envs.engine.pixels import HasCameras
+from envs.engine.pixels import HasAppearance, HasCameras
 from envs.engine.rendering import replay_frames
 from envs.spec import Array, EnvSpec, StepResult, symmetric_spec
 from envs.tasks.metaworld.expert import ScriptedExpert, demonstrate
@@ -63,7 +63,7 @@ _OBS_NAMES = (*_frame_names(""), *_frame_names(" before"), *(f"goal {axis} [m]" 
 _ACTION_NAMES = (*(f"hand {axis} change [1 cm]" for axis in "xyz"), "gripper closing [of full]")
 
 
-class MetaworldStepper(MujocoStepper):
+class MetaworldStepper(MujocoStepper, HasAppearance):
     """Step N copies of one of `TASKS`."""
 
     def __init__(self, task: str, num_envs: int) -> None:
@@ -96,10 +96,6 @@ class MetaworldStepper(MujocoStepper):
 
     def get_appearance(self, row: int) -> dict[str, Array]:
         return {name: self._variables[row][name].copy() for name in _IN_MODEL}
-
-    def set_appearance(self, model: Any, appearance: Mapping[str, Array]) -> None:
-        for name, value in appearance.items():
-            getattr(model, name)[:] = value
 
     def get_state(self) -> dict[str, Any]:
         return {**super().get_state(), "memory": deepcopy(self._variables)}
